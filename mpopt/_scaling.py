@@ -1,0 +1,317 @@
+"""Loss scaling: scale the loss, unscale the gradients, skip the steps that overflow."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mpopt import _tree
+from mpopt._loss_scale import LossScale, LossScaleState, cast_loss_scale_state
+from mpopt._masters import as_transformation, upcast
+
+PyTree = Any
+
+
+class WithLossScaleState(NamedTuple):
+    """State of :func:`with_loss_scale`.
+
+    Attributes:
+        loss_scale_state: state of the rule; its scale is that of the next step.
+        grads_finite: whether the last update was applied, bool scalar.
+        consecutive_skips: skipped steps in a row up to now, int32 scalar.
+        total_skips: skipped steps since `init`, int32 scalar.
+        nonfinite_leaves: for each trained leaf, whether its gradient was non-finite in the last
+            skipped step, bool vector.
+        leaf_digests: a digest of each trained leaf's key path, uint32 vector. Under
+            `optax.masked` or `optax.partition` the transformation sees some of the leaves only;
+            the digests tell which.
+        inner_state: state of the inner optimizer.
+    """
+
+    loss_scale_state: LossScaleState
+    grads_finite: jax.Array  # shape=(), dtype=jnp.bool_
+    consecutive_skips: jax.Array  # shape=(), dtype=jnp.int32
+    total_skips: jax.Array  # shape=(), dtype=jnp.int32
+    nonfinite_leaves: jax.Array  # shape=(number of trained leaves,), dtype=jnp.bool_
+    leaf_digests: jax.Array  # shape=(number of trained leaves,), dtype=jnp.uint32
+    inner_state: PyTree
+
+
+def with_loss_scale(
+    inner: Any, loss_scale: LossScale, *, axis_name: str | Sequence[str] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Unscales gradients, skips non-finite steps and adjusts the loss scale.
+
+    `update` takes the gradients of a loss that went through :func:`scale_loss`. Those narrower
+    than float32 are taken to float32, then all are divided by the scale they were made with. If
+    every element of every unscaled gradient is finite, `inner` makes its step. If not, params and
+    `inner_state` keep their bits (momentum, counters, schedules, accumulators) and the updates
+    are zero. Either way the rule then sets the scale of the next step.
+
+    Used alone, it is for float32 params and a model that computes in float16.
+
+    Args:
+        inner: any optax optimizer, also one with extra args, or an object with
+            `.gradient_transformation()` such as `optax.MultiSteps`. An extra arg named `grad` is
+            unscaled like the gradients; all others are passed on as they are, so `value` must be
+            the true loss, and a `value_fn` or `grad_fn` must return unscaled values.
+        loss_scale: the rule: :func:`dynamic_loss_scale`, :func:`static_loss_scale` or your own.
+        axis_name: under `jax.shard_map` or `jax.pmap`, the mesh axes over which all devices must
+            agree whether a step is finite. Without it, devices that see different gradients
+            decide differently. Under plain `jax.jit` no axis is needed: arrays are global there.
+
+    Returns:
+        A transformation with :class:`WithLossScaleState`. It goes outermost: clipping,
+        accumulation and masks go inside.
+
+    Raises:
+        ValueError: where `loss_scale` is no rule, `inner` holds a loss scale already, or an
+            update would change the dtype of a state leaf.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import mpopt
+        >>> tx = mpopt.with_loss_scale(optax.sgd(0.1), mpopt.dynamic_loss_scale(initial=8.0))
+        >>> params = jnp.array([1.0, 2.0])
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(jnp.array([8.0, jnp.inf]), state, params)
+        >>> optax.apply_updates(params, updates).tolist()
+        [1.0, 2.0]
+        >>> float(mpopt.loss_scale(state))
+        4.0
+
+    References:
+        Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
+    """
+    inner = as_transformation(inner)
+    if not isinstance(loss_scale, LossScale):
+        raise ValueError(
+            f"loss_scale must be a LossScale, got {loss_scale!r}. Use mpopt.static_loss_scale(s) "
+            "for a fixed number, or mpopt.dynamic_loss_scale()."
+        )
+
+    def init_fn(params: PyTree) -> WithLossScaleState:
+        trained = _tree.hide_untrained(params)
+        inner_state = inner.init(trained)
+        if _tree.find_states(inner_state, WithLossScaleState):
+            raise ValueError(
+                "inner holds a loss scale already: gradients would be unscaled twice. Wrap the "
+                "optimizer once, outermost."
+            )
+        paths = [path for path, _ in _tree.leaves_with_paths(trained)]
+        return WithLossScaleState(
+            loss_scale_state=cast_loss_scale_state(loss_scale.init()),
+            grads_finite=jnp.array(True),
+            consecutive_skips=jnp.array(0, jnp.int32),
+            total_skips=jnp.array(0, jnp.int32),
+            nonfinite_leaves=jnp.zeros(len(paths), jnp.bool_),
+            leaf_digests=jnp.array([path_digest(path) for path in paths], jnp.uint32),
+            inner_state=_tree.own_buffers(inner_state, params),
+        )
+
+    def update_fn(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, WithLossScaleState]:
+        scale = state.loss_scale_state.loss_scale
+        if "grad" in extra:
+            extra["grad"] = _divide(_tree.match_gradients(extra["grad"], params)[0], scale)
+        grads, params, reveal = _tree.match_gradients(updates, params)
+        grads = _divide(grads, scale)
+        finite_leaves = _finite_leaves(grads, axis_name)
+        # The barrier makes one value of the decision. Without it XLA computes all reductions
+        # again inside every fusion that uses it.
+        finite = jax.lax.optimization_barrier(
+            jnp.all(finite_leaves) & jnp.isfinite(scale) & (scale > 0)
+        )
+
+        updates, inner_state = inner.update(grads, state.inner_state, params, **extra)
+        inner_state = _tree.check_state_kept(state.inner_state, inner_state)
+        # -0.0 is the zero that leaves every param its bits: -0.0 + 0.0 is 0.0.
+        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.full_like(u, -0.0)), updates)
+        return reveal(updates), WithLossScaleState(
+            loss_scale_state=cast_loss_scale_state(
+                loss_scale.adjust(state.loss_scale_state, finite)
+            ),
+            grads_finite=finite,
+            consecutive_skips=jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips)),
+            total_skips=jnp.where(
+                finite, state.total_skips, optax.safe_increment(state.total_skips)
+            ),
+            nonfinite_leaves=jnp.where(finite, state.nonfinite_leaves, ~finite_leaves),
+            leaf_digests=state.leaf_digests,
+            inner_state=jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), inner_state, state.inner_state
+            ),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
+    """Returns the loss unchanged, with a derivative multiplied by the loss scale.
+
+    Call it on the loss inside the function that is differentiated. It works in forward and
+    reverse mode and in higher derivatives.
+
+    Args:
+        loss: the loss, any real float array, best float32: the cotangent of a float16 loss
+            overflows from a scale of 2^16 on.
+        opt_state: optimizer state that holds a loss scale, at any depth.
+
+    Returns:
+        The loss in float32 (float64 stays), same value.
+
+    Raises:
+        ValueError: where `opt_state` holds no loss scale, or several; or the loss is no float.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import mpopt
+        >>> tx = mpopt.mixed_precision(optax.sgd(0.1), loss_scale=mpopt.static_loss_scale(1024.0))
+        >>> params = jnp.array(3.0)
+        >>> state = tx.init(params)
+        >>> value, grad = jax.value_and_grad(lambda p: mpopt.scale_loss(p * p, state))(params)
+        >>> float(value), float(grad)
+        (9.0, 6144.0)
+    """
+    dtype = _tree.leaf_dtype(loss)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"The loss must be a real float, got {dtype or type(loss).__name__}.")
+    scale = find_loss_scale_state(opt_state).loss_scale_state.loss_scale
+    return _scale_derivative(jnp.asarray(loss, jnp.promote_types(dtype, jnp.float32)), scale)
+
+
+@jax.custom_jvp
+def _scale_derivative(loss: jax.Array, scale: jax.Array) -> jax.Array:
+    del scale
+    return loss
+
+
+@_scale_derivative.defjvp
+def _scale_derivative_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    loss, scale = primals
+    return loss, tangents[0] * scale.astype(loss.dtype)
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Like `jax.value_and_grad`, with a loss scale.
+
+    Args:
+        fun: the loss function; returns a scalar loss, or `(loss, aux)` with `has_aux`.
+        argnums: the positional arguments to differentiate.
+        has_aux: whether `fun` returns `(loss, aux)`.
+
+    Returns:
+        A function with the arguments of `fun` and a keyword `opt_state=`. It returns the true
+        loss (or `(loss, aux)`) and the *scaled* gradients, which `tx.update` expects.
+
+    Raises:
+        ValueError: as :func:`scale_loss`, when called.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import mpopt
+        >>> tx = mpopt.mixed_precision(optax.sgd(0.1), loss_scale=mpopt.static_loss_scale(16.0))
+        >>> params = jnp.array(3.0)
+        >>> state = tx.init(params)
+        >>> loss, grads = mpopt.value_and_grad(lambda p: p * p)(params, opt_state=state)
+        >>> float(loss), float(grads)
+        (9.0, 96.0)
+    """
+
+    def wrapped(*args: Any, opt_state: PyTree, **kwargs: Any) -> Any:
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            out = fun(*args, **kwargs)
+            if has_aux:
+                loss, aux = out
+                return scale_loss(loss, opt_state), aux
+            return scale_loss(out, opt_state)
+
+        return jax.value_and_grad(scaled, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
+
+    return wrapped
+
+
+def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
+    """Returns float32 gradients with the loss scale divided out, to log or look at.
+
+    `tx.update` unscales by itself: give it the scaled gradients.
+
+    Args:
+        grads: gradients of a scaled loss.
+        opt_state: the optimizer state that they were made with, from *before* the update.
+
+    Returns:
+        The same tree. Gradients narrower than float32 become float32; float64 and complex keep
+        their dtype; leaves that are no float pass.
+
+    Raises:
+        ValueError: where `opt_state` holds no loss scale, or several.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import mpopt
+        >>> tx = mpopt.mixed_precision(optax.sgd(0.1), loss_scale=mpopt.static_loss_scale(128.0))
+        >>> state = tx.init(jnp.zeros(2))
+        >>> grads = mpopt.unscale(jnp.array([3.0, 4.0], jnp.float16) * 128, state)
+        >>> float(optax.tree.norm(grads))
+        5.0
+    """
+    scale = find_loss_scale_state(opt_state).loss_scale_state.loss_scale
+    return _divide(grads, scale)
+
+
+def find_loss_scale_state(opt_state: PyTree) -> WithLossScaleState:
+    """Returns the one loss-scale state inside `opt_state`, with NNX Variables unwrapped."""
+    found = _tree.find_states(opt_state, WithLossScaleState)
+    if len(found) != 1:
+        reason = (
+            "holds no loss scale: make the optimizer with mpopt.mixed_precision or "
+            "mpopt.with_loss_scale, and pass the opt_state of its init or update"
+            if not found
+            else f"holds {len(found)} loss scales: use one, outermost, or pass the part of the "
+            "state that is meant"
+        )
+        raise ValueError(f"The optimizer state {reason}.")
+    state = found[0]
+    fields = {
+        name: jax.tree.map(_tree.unwrap, value, is_leaf=_tree.is_variable)
+        for name, value in state._asdict().items()
+        if name != "inner_state"
+    }
+    return state._replace(**fields)
+
+
+def path_digest(path: str) -> int:
+    """A 32-bit digest of a key path."""
+    return zlib.crc32(path.encode())
+
+
+def _divide(grads: PyTree, scale: jax.Array) -> PyTree:
+    # Division, since the reciprocal of a large scale is subnormal and XLA:CPU flushes it to 0.
+    def unscaled(g: Any) -> Any:
+        if not _tree.is_inexact(g):
+            return g
+        g = upcast(g)
+        return g / scale.astype(jnp.finfo(g.dtype).dtype)
+
+    return jax.tree.map(unscaled, grads)
+
+
+def _finite_leaves(grads: PyTree, axis_name: str | Sequence[str] | None) -> jax.Array:
+    flags = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+    finite = jnp.stack(flags) if flags else jnp.zeros(0, jnp.bool_)
+    if axis_name is None:
+        return finite
+    axis_names = axis_name if isinstance(axis_name, str) else tuple(axis_name)
+    return jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0
