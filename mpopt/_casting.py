@@ -91,7 +91,9 @@ class Policy:
 
         def cast(path: str, leaf: Any) -> Any:
             if not _tree.is_floating_array(leaf):
-                return jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
+                if not isinstance(leaf, jax.Array):
+                    return leaf
+                return _tree.strong(jnp.array(leaf, copy=True))
             dtype = self.leaf_dtype(path, leaf)
             if dtype in _tree.NARROW_DTYPES and leaf.dtype != dtype:
                 leaf = round_to(jnp.asarray(leaf, jnp.float32), dtype)

@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from mpopt import _tree
 from mpopt._masters import WithMasterParamsState, edited_master
-from mpopt._scaling import find_loss_scale_state, path_digest
+from mpopt._scaling import align_leading, find_loss_scale_state, path_digest
 
 PyTree = Any
 
@@ -131,16 +131,18 @@ def where_applied(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _select(applied: jax.Array, path: str, new: Any, old: Any) -> Any:
-    kinds = [(_tree.leaf_dtype(x), jnp.shape(x)) for x in (new, old)]
-    if kinds[0] != kinds[1]:
-        described = [f"{dtype}{list(shape)}" for dtype, shape in kinds]
+    described = [_describe(x) for x in (new, old)]
+    if described[0] != described[1]:
         raise ValueError(
             f"where_applied: leaf {path!r} is {described[0]} in new and {described[1]} in old. "
             "Cast the new value: the result must keep its dtype from step to step."
         )
-    # The states of an ensemble have leading axes, which line up with those of the leaves.
-    applied = applied.reshape(applied.shape + (1,) * (jnp.ndim(old) - applied.ndim))
-    return jnp.where(applied, new, old)
+    return jnp.where(align_leading(applied, jnp.asarray(old)), new, old)
+
+
+def _describe(x: Any) -> str:
+    dtype = _tree.leaf_dtype(x)
+    return type(x).__name__ if dtype is None else f"{dtype}{list(jnp.shape(x))}"
 
 
 def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
@@ -234,12 +236,12 @@ def nonfinite_params(opt_state: PyTree, params: PyTree) -> list[str]:
     state = find_loss_scale_state(opt_state)
     # An ensemble has leading axes: a leaf counts when it overflowed in any member.
     flags = _host(state.nonfinite_leaves, "nonfinite_params")
-    number_of_leaves = flags.shape[-1]
-    flags = np.any(flags.reshape(-1, number_of_leaves), axis=0).tolist()
-    digests = _host(state.leaf_digests, "nonfinite_params").reshape(-1, number_of_leaves)[0]
+    flags = np.atleast_1d(np.any(flags, axis=tuple(range(flags.ndim - 1))))
+    digests = _host(state.leaf_digests, "nonfinite_params")
+    digests = digests[(0,) * (digests.ndim - 1)]
     paths = {path_digest(path): path for path, _ in _tree.leaves_with_paths(params)}
     return [
-        paths.get(int(digest), f"leaf {index} of the {number_of_leaves} that the optimizer sees")
+        paths.get(int(digest), f"leaf {index} of the {len(flags)} that the optimizer sees")
         for index, digest in enumerate(digests)
         if flags[index]
     ]

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 from mpopt import _tree
 from mpopt._casting import Policy
@@ -50,8 +52,9 @@ def with_master_params(
     `float32(p)`. Transformations *after* this one in a chain see 16-bit steps: changes below one
     unit in the last place are lost. Scaling, decay and projections go inside.
 
-    Apply the updates with `optax.apply_updates`. `p + u` gives float32 params, which the next
-    update refuses.
+    Apply the updates with `optax.apply_updates`. `p + u` and `equinox.apply_updates` give float32
+    params, which the next update refuses. No update can be added to a typed PRNG key: keep keys
+    out of the tree that goes to `optax.apply_updates`.
 
     Args:
         inner: any optax optimizer, also one with extra args, or an object with
@@ -96,10 +99,11 @@ def with_master_params(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, WithMasterParamsState]:
-        if params is None:
+        if params is None and jax.tree.leaves(updates):
             raise ValueError(
                 "with_master_params needs the params: call tx.update(grads, opt_state, params)."
             )
+        _tree.check_state_type(state, WithMasterParamsState)
         if "grad" in extra:
             extra["grad"] = upcast(_tree.match_gradients(extra["grad"], params)[0])
         grads, params, reveal = _tree.match_gradients(updates, params)
@@ -108,7 +112,7 @@ def with_master_params(
         full = _map_masters(_current_master, masters, params)
         inner_updates, inner_state = inner.update(upcast(grads), state.inner_state, full, **extra)
         inner_state = _tree.check_state_kept(state.inner_state, inner_state)
-        stepped = optax.apply_updates(full, inner_updates)
+        stepped = _map_masters(_step, masters, full, inner_updates)
         updates = _map_masters(_param_update, masters, params, stepped, inner_updates)
         masters = _map_masters(
             lambda master, new: optax.MaskedNode() if master is None else new, masters, stepped
@@ -136,7 +140,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 def upcast(tree: PyTree) -> PyTree:
     """Takes float16 and bfloat16 leaves to float32 and leaves the others."""
     return jax.tree.map(
-        lambda x: jnp.asarray(x, jnp.float32) if _tree.is_narrow(x) else jnp.asarray(x), tree
+        lambda x: lax.convert_element_type(x, jnp.float32) if _tree.is_narrow(x) else x, tree
     )
 
 
@@ -146,13 +150,14 @@ def edited_master(param: jax.Array, master: jax.Array) -> jax.Array:
     Elementwise. A param that is not finite is no edit. For bfloat16 a difference up to the
     smallest normal is none either: XLA flushes subnormals.
     """
-    wide = jnp.asarray(param, jnp.float32)
+    wide = lax.convert_element_type(param, jnp.float32)
     rounded = round_to(master, param.dtype)
-    edited = (wide != rounded) & jnp.isfinite(param)
+    edited = lax.bitwise_and(lax.ne(wide, rounded), lax.is_finite(wide))
     if param.dtype == jnp.bfloat16:
-        smallest_normal = float(jnp.finfo(jnp.bfloat16).smallest_normal)
-        edited &= jnp.abs(wide - rounded) > smallest_normal
-    return jnp.where(edited, wide, master)
+        smallest_normal = np.float32(jnp.finfo(jnp.bfloat16).smallest_normal)
+        far = lax.gt(lax.abs(lax.sub(wide, rounded)), smallest_normal)
+        edited = lax.bitwise_and(edited, far)
+    return lax.select(edited, wide, master)
 
 
 def _new_master(path: str, leaf: Any, policy: Policy | None) -> Any:
@@ -205,13 +210,15 @@ def _check_leaf(path: str, param: Any, master: Any, policy: Policy | None) -> No
             f"params leaf {path!r} has shape {jnp.shape(param)}, its master in opt_state has "
             f"{jnp.shape(master)}. Call tx.init for these params."
         )
+    _tree.check_state_dtype(f"master_params/{path}", master, jnp.float32)
     narrow = _tree.is_narrow(param)
     if not narrow or (policy is not None and dtype != policy.param_dtype):
         expected = "float16 or bfloat16" if policy is None else str(policy.param_dtype)
         raise ValueError(
             f"params leaf {path!r} is {dtype}, but it has a float32 master and must arrive in "
             f"{expected}. Cast params with policy.cast_to_param, and apply updates with "
-            "optax.apply_updates(params, updates), not with p + u, which gives float32."
+            "optax.apply_updates(params, updates), not with p + u or equinox.apply_updates, which "
+            "give float32."
         )
 
 
@@ -219,7 +226,16 @@ def _current_master(master: Any, param: Any) -> Any:
     return jnp.asarray(param) if master is None else edited_master(param, master)
 
 
+def _step(master: Any, full: jax.Array, inner_update: Any) -> jax.Array:
+    del master
+    inner_update = jnp.asarray(inner_update)
+    if (inner_update.shape, inner_update.dtype) == (full.shape, full.dtype):
+        return lax.add(full, inner_update)  # what apply_updates does, traced faster
+    return optax.apply_updates(full, inner_update)
+
+
 def _param_update(master: Any, param: Any, stepped: Any, inner_update: Any) -> Any:
     if master is None:
         return inner_update
-    return round_to(stepped, param.dtype) - jnp.asarray(param, jnp.float32)
+    wide = lax.convert_element_type(param, jnp.float32)
+    return lax.sub(round_to(stepped, param.dtype), wide)

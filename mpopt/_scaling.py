@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 from mpopt import _tree
 from mpopt._loss_scale import LossScale, LossScaleState, cast_loss_scale_state
@@ -38,6 +40,18 @@ class WithLossScaleState(NamedTuple):
     nonfinite_leaves: jax.Array  # shape=(number of trained leaves,), dtype=jnp.bool_
     leaf_digests: jax.Array  # shape=(number of trained leaves,), dtype=jnp.uint32
     inner_state: PyTree
+
+
+_STATE_DTYPES = {
+    "loss_scale": jnp.float32,
+    "finite_steps": jnp.int32,
+    "hysteresis_left": jnp.int32,
+    "grads_finite": jnp.bool_,
+    "consecutive_skips": jnp.int32,
+    "total_skips": jnp.int32,
+    "nonfinite_leaves": jnp.bool_,
+    "leaf_digests": jnp.uint32,
+}
 
 
 def with_loss_scale(
@@ -116,6 +130,7 @@ def with_loss_scale(
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, WithLossScaleState]:
+        _check_state(state)
         scale = state.loss_scale_state.loss_scale
         if "grad" in extra:
             extra["grad"] = _divide(_tree.match_gradients(extra["grad"], params)[0], scale)
@@ -124,14 +139,16 @@ def with_loss_scale(
         finite_leaves = _finite_leaves(grads, axis_name)
         # The barrier makes one value of the decision. Without it XLA computes all reductions
         # again inside every fusion that uses it.
-        finite = jax.lax.optimization_barrier(
+        finite = lax.optimization_barrier(
             jnp.all(finite_leaves) & jnp.isfinite(scale) & (scale > 0)
         )
 
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra)
         inner_state = _tree.check_state_kept(state.inner_state, inner_state)
         # -0.0 is the zero that leaves every param its bits: -0.0 + 0.0 is 0.0.
-        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.full_like(u, -0.0)), updates)
+        updates = jax.tree.map(
+            lambda u: _select(finite, u, lax.full_like(jnp.asarray(u), -0.0)), updates
+        )
         return reveal(updates), WithLossScaleState(
             loss_scale_state=cast_loss_scale_state(
                 loss_scale.adjust(state.loss_scale_state, finite)
@@ -144,7 +161,7 @@ def with_loss_scale(
             nonfinite_leaves=jnp.where(finite, state.nonfinite_leaves, ~finite_leaves),
             leaf_digests=state.leaf_digests,
             inner_state=jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), inner_state, state.inner_state
+                lambda new, old: _select(finite, new, old), inner_state, state.inner_state
             ),
         )
 
@@ -297,21 +314,65 @@ def path_digest(path: str) -> int:
     return zlib.crc32(path.encode())
 
 
+def _check_state(state: WithLossScaleState) -> None:
+    _tree.check_state_type(state, WithLossScaleState)
+    _tree.check_state_type(state.loss_scale_state, LossScaleState)
+    fields = {**state._asdict(), **state.loss_scale_state._asdict()}
+    for name, dtype in _STATE_DTYPES.items():
+        _tree.check_state_dtype(name, fields[name], dtype)
+
+
 def _divide(grads: PyTree, scale: jax.Array) -> PyTree:
-    # Division, since the reciprocal of a large scale is subnormal and XLA:CPU flushes it to 0.
+    """Divides by the scale, exactly where it is a power of two.
+
+    XLA turns a division by a broadcast scalar into a product with its reciprocal, which is
+    subnormal, and so flushed to zero, from 2^127 on. So float32 divides by two factors of about
+    the square root each.
+    """
+    exponent = (lax.bitcast_convert_type(scale, jnp.int32) >> 23) - 127
+    root = _power_of_two(exponent >> 1)
+    inverse_root, rest = _power_of_two(-(exponent >> 1)), root / scale
+
     def unscaled(g: Any) -> Any:
         if not _tree.is_inexact(g):
             return g
-        g = upcast(g)
-        return g / scale.astype(jnp.finfo(g.dtype).dtype)
+        g = jnp.asarray(upcast(g))
+        if jnp.iscomplexobj(g):
+            return lax.complex(unscaled(g.real), unscaled(g.imag))
+        if g.dtype != jnp.float32:
+            return g / align_leading(scale.astype(g.dtype), g)
+        return lax.mul(lax.mul(g, align_leading(inverse_root, g)), align_leading(rest, g))
 
     return jax.tree.map(unscaled, grads)
 
 
+def align_leading(scalars: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Lines up a scalar of each member of an ensemble with the leading axes of its leaves."""
+    if scalars.ndim == 0:
+        return scalars
+    shape = scalars.shape + (1,) * (leaf.ndim - scalars.ndim)
+    return jnp.broadcast_to(scalars.reshape(shape), leaf.shape)
+
+
+def _select(finite: jax.Array, new: Any, old: Any) -> jax.Array:
+    # lax, not jnp.where: an optimizer has hundreds of leaves, and jnp takes long to trace.
+    return lax.select(finite, jnp.asarray(new), old)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
 def _finite_leaves(grads: PyTree, axis_name: str | Sequence[str] | None) -> jax.Array:
-    flags = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+    flags = [_all_finite(g) for g in jax.tree.leaves(grads)]
     finite = jnp.stack(flags) if flags else jnp.zeros(0, jnp.bool_)
     if axis_name is None:
         return finite
     axis_names = axis_name if isinstance(axis_name, str) else tuple(axis_name)
-    return jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0
+    return lax.pmin(finite.astype(jnp.int32), axis_names) > 0
+
+
+def _all_finite(x: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(x):
+        return _all_finite(x.real) & _all_finite(x.imag)
+    return lax.reduce(lax.is_finite(x), np.bool_(True), lax.bitwise_and, tuple(range(x.ndim)))

@@ -144,8 +144,8 @@ def match_gradients(
 
     Returns:
         The gradients and the params with `optax.MaskedNode()` at untrained leaves, and a
-        function that turns the update of such a tree into one of the structure of `grads`, with
-        zeros (None where the gradient is None) at untrained leaves.
+        function that turns the update of such a tree into one for all leaves, with zeros at
+        untrained ones (None at those that nothing can be added to, if the gradient is None).
 
     Raises:
         ValueError: where the trees differ, or a gradient has another shape or no float dtype.
@@ -163,12 +163,9 @@ def match_gradients(
     trained = [is_inexact(leaf) for leaf in reference_leaves]
 
     def hide(leaves: list[Any]) -> PyTree:
+        rows = zip(trained, reference_leaves, leaves, strict=True)
         return jax.tree.unflatten(
-            treedef,
-            [
-                leaf if keep or leaf is None else masked
-                for keep, leaf in zip(trained, leaves, strict=True)
-            ],
+            treedef, [leaf if keep or ref is None else masked for keep, ref, leaf in rows]
         )
 
     def reveal(updates: PyTree) -> PyTree:
@@ -199,12 +196,15 @@ def _check_gradient(path: str, param: Any, grad: Any) -> None:
 
 
 def _zero_update(param: Any, grad: Any) -> Any:
-    if grad is None or param is None:
-        return None
     dtype = leaf_dtype(param)
-    if dtype is None or dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return np.zeros(jnp.shape(grad), jax.dtypes.float0)
-    return jnp.zeros_like(param)
+    if (
+        dtype is not None
+        and dtype != jax.dtypes.float0
+        and not jnp.issubdtype(dtype, jax.dtypes.extended)
+    ):
+        return jnp.zeros_like(param)
+    # Nothing can be added to a key or a function.
+    return None if grad is None else np.zeros(jnp.shape(grad), jax.dtypes.float0)
 
 
 def own_buffers(tree: PyTree, *others: PyTree) -> PyTree:
@@ -229,7 +229,11 @@ def own_buffers(tree: PyTree, *others: PyTree) -> PyTree:
 
 def strong(leaf: jax.Array) -> jax.Array:
     """Returns `leaf` with a dtype that does not give way to others in later arithmetic."""
-    return jax.lax.convert_element_type(leaf, leaf.dtype) if leaf.weak_type else leaf
+    return (
+        jax.lax.convert_element_type(leaf, leaf.dtype)
+        if getattr(leaf, "weak_type", False)
+        else leaf
+    )
 
 
 def _buffer_id(leaf: Any) -> Any:
@@ -262,11 +266,31 @@ def check_state_kept(old: PyTree, new: PyTree) -> PyTree:
             raise ValueError(
                 f"The inner optimizer's update turns its state leaf {path!r} from "
                 f"{dtypes[0]}{list(shapes[0])} into {dtypes[1]}{list(shapes[1])}. Give the inner "
-                "optimizer explicit dtypes (accumulator_dtype=, mu_dtype=) or a strongly typed "
-                "initial state."
+                "optimizer explicit dtypes (accumulator_dtype=, mu_dtype=). If opt_state comes "
+                "from a checkpoint, restore it into jax.eval_shape(tx.init, params)."
             )
         leaves.append(strong(jnp.asarray(after)))
     return jax.tree.unflatten(treedef, leaves)
+
+
+def check_state_type(state: Any, state_type: type) -> None:
+    """Raises ValueError where `state` is not of the type that `tx.init` makes."""
+    if not isinstance(state, state_type):
+        raise ValueError(
+            f"opt_state holds a {type(state).__name__} where tx.init makes a "
+            f"{state_type.__name__}. Pass the opt_state of tx.init or tx.update; restore a "
+            "checkpoint into the template jax.eval_shape(tx.init, params), not without one."
+        )
+
+
+def check_state_dtype(path: str, leaf: Any, dtype: Any) -> None:
+    """Raises ValueError where a leaf of the optimizer state is not what `tx.init` made it."""
+    if leaf_dtype(leaf) != dtype:
+        raise ValueError(
+            f"opt_state leaf {path!r} is {leaf_dtype(leaf)}, but tx.init makes it "
+            f"{jnp.dtype(dtype)}. Was a checkpoint restored into a template of other dtypes? Make "
+            "the template with jax.eval_shape(tx.init, params) for the params that tx.init got."
+        )
 
 
 def find_states(opt_state: PyTree, state_type: type) -> list[Any]:

@@ -1,0 +1,117 @@
+"""Configuration and its command line: presets, options, what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from experiments.cli import parse_config
+from experiments.config import PRESETS, TrainConfig
+from experiments.errors import UsageError
+
+
+def parse(*args):
+    return parse_config(args, prog="train")
+
+
+def test_digits_is_the_default_preset():
+    assert parse() == PRESETS["digits"]
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_preset_by_name(name):
+    assert parse(name) == PRESETS[name]
+    assert parse(name).preset == name
+
+
+def test_options_work_with_and_without_the_preset_on_either_side():
+    expected = dataclasses.replace(PRESETS["cifar10"], epochs=3, precision="bfloat16")
+    assert parse("cifar10", "--epochs", "3", "--precision", "bfloat16") == expected
+    assert parse("--epochs", "3", "--precision", "bfloat16", "cifar10") == expected
+    assert parse("--seed", "7") == dataclasses.replace(PRESETS["digits"], seed=7)
+
+
+def test_cifar10_is_the_classic_set_up():
+    config = PRESETS["cifar10"]
+    assert (config.batch_size, config.learning_rate, config.momentum) == (64, 0.01, 0.9)
+    assert (config.epochs, config.width, config.stage_sizes) == (10, 64, (3, 4, 6, 3))
+    assert (config.schedule, config.weight_decay) == ("constant", 0.0)
+
+
+def test_digits_is_a_resnet50_of_width_16():
+    config = PRESETS["digits"]
+    assert (config.model_name, config.width, config.stem) == ("ResNet-50", 16, "imagenet")
+    assert config.image_size == 32
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_preset_states_its_source_command_accuracy_and_time(name):
+    text = type(PRESETS[name]).__doc__
+    for part in ("Source:", "Command: python -m experiments.train", "Expected:"):
+        assert part in text
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_help_describes_every_option(name, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(name, "--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(TrainConfig):
+        if field.name != "preset":
+            assert "--" + field.name.replace("_", "-") in text
+    assert "Source:" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["nosuch"], "nosuch"),
+        (["--epochs", "many"], "many"),
+        (["--precision", "float8"], "float8"),
+        (["--learning-rat", "1"], "--learning-rat"),
+        (["--epochs"], "--epochs"),
+    ],
+)
+def test_arguments_that_cannot_be_read_end_with_code_2(args, expected, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(*args)
+    assert caught.value.code == 2
+    output = capsys.readouterr()
+    assert expected in output.out + output.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("epochs", 0),
+        ("batch_size", -1),
+        ("image_size", 0),
+        ("width", 0),
+        ("stage_sizes", ()),
+        ("stage_sizes", (3, 0)),
+        ("seed", -1),
+        ("momentum", 1.0),
+        ("learning_rate", 0.0),
+        ("learning_rate", float("nan")),
+        ("initial_loss_scale", float("inf")),
+        ("initial_loss_scale", 1e-6),
+        ("initial_loss_scale", 2.0**25),
+        ("growth_interval", 0),
+        ("weight_decay", -1.0),
+        ("warmup_epochs", float("nan")),
+        ("max_consecutive_skips", -1),
+    ],
+)
+def test_values_out_of_range_are_named(option, value):
+    with pytest.raises(UsageError, match="--" + option.replace("_", "-")):
+        TrainConfig(**{option: value})
+
+
+def test_run_dir_names_preset_and_precision(tmp_path):
+    assert str(parse("cifar10").run_dir) == "runs/cifar10-float16"
+    assert parse("--out", str(tmp_path)).run_dir == tmp_path
+
+
+def test_config_can_be_written_as_json():
+    json.dumps(dataclasses.asdict(PRESETS["digits"]), default=str)

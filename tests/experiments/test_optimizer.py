@@ -1,0 +1,69 @@
+"""What makes a precision, and what the optimizer does to params."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpopt
+from experiments.config import PRESETS
+from experiments.optimizer import make_loss_scale, make_optimizer, make_policy, make_schedule
+
+DIGITS = PRESETS["digits"]
+
+
+def test_policy_keeps_norm_layers_in_float32():
+    policy = make_policy(DIGITS)
+    params = {"stages": {"norm1": {"scale": jnp.ones(2)}, "conv1": {"kernel": jnp.ones(2)}}}
+    half = policy.cast_to_param(params)["stages"]
+    assert half["norm1"]["scale"].dtype == jnp.float32
+    assert half["conv1"]["kernel"].dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    ("precision", "scale"), [("float16", 2.0**24), ("bfloat16", 1.0), ("float32", 1.0)]
+)
+def test_only_float16_is_scaled(precision, scale):
+    config = dataclasses.replace(DIGITS, precision=precision)
+    assert float(make_loss_scale(config).init().loss_scale) == scale
+
+
+def test_schedule_warms_up_and_decays_to_zero():
+    config = dataclasses.replace(DIGITS, epochs=10, warmup_epochs=2.0, learning_rate=0.4)
+    schedule = make_schedule(config, steps_per_epoch=5)
+    values = [float(schedule(step)) for step in (0, 5, 10, 30, 50)]
+    np.testing.assert_allclose(values, [0.0, 0.2, 0.4, 0.2, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_schedule_of_a_run_shorter_than_its_warmup(epochs):
+    config = dataclasses.replace(DIGITS, epochs=epochs, warmup_epochs=2.0, learning_rate=0.4)
+    schedule = make_schedule(config, steps_per_epoch=5)
+    np.testing.assert_allclose(float(schedule(5)), 0.2, rtol=1e-6)
+
+
+def test_constant_schedule():
+    schedule = make_schedule(PRESETS["cifar10"], steps_per_epoch=781)
+    assert {float(schedule(step)) for step in (0, 1, 7000)} == {0.01}
+
+
+def test_weight_decay_leaves_biases_and_norm_layers_alone():
+    config = dataclasses.replace(
+        DIGITS, precision="float32", warmup_epochs=0, schedule="constant", learning_rate=1.0
+    )
+    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    tx = make_optimizer(config, steps_per_epoch=5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(zeros, tx.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], -config.weight_decay, rtol=1e-6)
+    np.testing.assert_array_equal(updates["bias"], 0)
+
+
+def test_the_scale_rule_follows_the_configuration():
+    config = dataclasses.replace(DIGITS, initial_loss_scale=8.0, growth_interval=1)
+    params = jnp.ones((2, 2), jnp.float16)
+    tx = make_optimizer(config, steps_per_epoch=5)
+    _, state = tx.update(jnp.ones_like(params), tx.init(params), params)
+    assert float(mpopt.loss_scale(state)) == 16.0
