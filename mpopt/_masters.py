@@ -226,7 +226,7 @@ def _current_master(master: Any, param: Any) -> Any:
     return jnp.asarray(param) if master is None else edited_master(param, master)
 
 
-def _step(master: Any, full: jax.Array, inner_update: Any) -> jax.Array:
+def _step(master: Any, full: jax.Array, inner_update: Any) -> Any:
     del master
     inner_update = jnp.asarray(inner_update)
     if (inner_update.shape, inner_update.dtype) == (full.shape, full.dtype):

@@ -1,6 +1,8 @@
 """Reported failures of loss scales and skipped steps elsewhere. See known_failures.md."""
 
+import re
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -416,3 +418,16 @@ def test_state_restored_without_its_structure_is_refused_with_a_remedy():
         mpopt.loss_scale(state)
     with pytest.raises(ValueError, match="opt_state"):
         tx.update(half(1.0), state, half(1.0))
+
+
+def test_every_row_of_the_table_names_tests_that_exist():
+    here = Path(__file__).parent
+    text = (here / "known_failures.md").read_text()
+    files = dict(re.findall(r"\b([A-Z]) = `(\w+\.py)`", text))
+    rows = [line.split("|")[-2] for line in text.splitlines() if re.match(r"\| (?!issue)", line)]
+    cited = [cite for row in rows for cite in re.findall(r"\b([A-Z]) ((?:`\w+…?`(?:, )?)+)", row)]
+    names = [(letter, n) for letter, group in cited for n in re.findall(r"`(\w+)", group)]
+    assert len(rows) > 60 and len(names) > 60
+    for letter, name in names:
+        source = (here / files[letter]).read_text()
+        assert re.search(rf"^def test_{name}", source, re.M), f"{files[letter]} has no {name}"

@@ -154,7 +154,7 @@ def test_changing_the_rate_does_not_compile_again():
 
 
 def test_line_search_on_half_precision_params_compiles_once():
-    # google-deepmind/optax#1108, #1118: zoom line search retraced, and failed, in other dtypes.
+    # google-deepmind/optax#1108: zoom line search retraced, and failed, in other dtypes.
     def value_fn(p):
         return jnp.sum(jnp.square(p.astype(jnp.float32) - jnp.arange(3.0)))
 
@@ -208,7 +208,7 @@ def test_muon_on_bfloat16_params_resumes():
 
 
 def test_loaded_weights_survive_the_next_step():
-    # deepspeedai/DeepSpeed#4141, stanford-futuredata/Megatron-LM#5, databricks/megablocks#80:
+    # deepspeedai/DeepSpeed#4141, stanford-futuredata/Megatron-LM#5 and megablocks#80:
     # stale masters overwrote them.
     params = jnp.ones(3, BF16)
     tx = guarded(optax.sgd(1e-3, momentum=0.9))
