@@ -9,7 +9,8 @@ from jax.core import Tracer
 
 from mpopt import _tree
 from mpopt._masters import WithMasterParamsState, edited_master
-from mpopt._scaling import align_leading, find_loss_scale_state, path_digest
+from mpopt._scaling import find_loss_scale_state, path_digest
+from mpopt._unscaling import align_leading
 
 PyTree = Any
 

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
 from mpopt import _tree
 from mpopt._loss_scale import LossScale, LossScaleState, cast_loss_scale_state
-from mpopt._masters import as_transformation, upcast
+from mpopt._masters import as_transformation
+from mpopt._unscaling import divide, finite_leaves
 
 PyTree = Any
 
@@ -133,14 +133,14 @@ def with_loss_scale(
         _check_state(state)
         scale = state.loss_scale_state.loss_scale
         if "grad" in extra:
-            extra["grad"] = _divide(_tree.match_gradients(extra["grad"], params)[0], scale)
+            extra["grad"] = divide(_tree.match_gradients(extra["grad"], params)[0], scale)
         grads, params, reveal = _tree.match_gradients(updates, params)
-        grads = _divide(grads, scale)
-        finite_leaves = _finite_leaves(grads, axis_name)
+        grads = divide(grads, scale)
+        leaves_finite = finite_leaves(grads, axis_name)
         # The barrier makes one value of the decision. Without it XLA computes all reductions
         # again inside every fusion that uses it.
         finite = lax.optimization_barrier(
-            jnp.all(finite_leaves) & jnp.isfinite(scale) & (scale > 0)
+            jnp.all(leaves_finite) & jnp.isfinite(scale) & (scale > 0)
         )
 
         updates, inner_state = inner.update(grads, state.inner_state, params, **extra)
@@ -158,7 +158,7 @@ def with_loss_scale(
             total_skips=jnp.where(
                 finite, state.total_skips, optax.safe_increment(state.total_skips)
             ),
-            nonfinite_leaves=jnp.where(finite, state.nonfinite_leaves, ~finite_leaves),
+            nonfinite_leaves=jnp.where(finite, state.nonfinite_leaves, ~leaves_finite),
             leaf_digests=state.leaf_digests,
             inner_state=jax.tree.map(
                 lambda new, old: _select(finite, new, old), inner_state, state.inner_state
@@ -285,7 +285,7 @@ def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
         5.0
     """
     scale = find_loss_scale_state(opt_state).loss_scale_state.loss_scale
-    return _divide(grads, scale)
+    return divide(grads, scale)
 
 
 def find_loss_scale_state(opt_state: PyTree) -> WithLossScaleState:
@@ -322,57 +322,6 @@ def _check_state(state: WithLossScaleState) -> None:
         _tree.check_state_dtype(name, fields[name], dtype)
 
 
-def _divide(grads: PyTree, scale: jax.Array) -> PyTree:
-    """Divides by the scale, exactly where it is a power of two.
-
-    XLA turns a division by a broadcast scalar into a product with its reciprocal, which is
-    subnormal, and so flushed to zero, from 2^127 on. So float32 divides by two factors of about
-    the square root each.
-    """
-    exponent = (lax.bitcast_convert_type(scale, jnp.int32) >> 23) - 127
-    root = _power_of_two(exponent >> 1)
-    inverse_root, rest = _power_of_two(-(exponent >> 1)), root / scale
-
-    def unscaled(g: Any) -> Any:
-        if not _tree.is_inexact(g):
-            return g
-        g = jnp.asarray(upcast(g))
-        if jnp.iscomplexobj(g):
-            return lax.complex(unscaled(g.real), unscaled(g.imag))
-        if g.dtype != jnp.float32:
-            return g / align_leading(scale.astype(g.dtype), g)
-        return lax.mul(lax.mul(g, align_leading(inverse_root, g)), align_leading(rest, g))
-
-    return jax.tree.map(unscaled, grads)
-
-
-def align_leading(scalars: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Lines up a scalar of each member of an ensemble with the leading axes of its leaves."""
-    if scalars.ndim == 0:
-        return scalars
-    shape = scalars.shape + (1,) * (leaf.ndim - scalars.ndim)
-    return jnp.broadcast_to(scalars.reshape(shape), leaf.shape)
-
-
 def _select(finite: jax.Array, new: Any, old: Any) -> jax.Array:
     # lax, not jnp.where: an optimizer has hundreds of leaves, and jnp takes long to trace.
     return lax.select(finite, jnp.asarray(new), old)
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-
-
-def _finite_leaves(grads: PyTree, axis_name: str | Sequence[str] | None) -> jax.Array:
-    flags = [_all_finite(g) for g in jax.tree.leaves(grads)]
-    finite = jnp.stack(flags) if flags else jnp.zeros(0, jnp.bool_)
-    if axis_name is None:
-        return finite
-    axis_names = axis_name if isinstance(axis_name, str) else tuple(axis_name)
-    return lax.pmin(finite.astype(jnp.int32), axis_names) > 0
-
-
-def _all_finite(x: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(x):
-        return _all_finite(x.real) & _all_finite(x.imag)
-    return lax.reduce(lax.is_finite(x), np.bool_(True), lax.bitwise_and, tuple(range(x.ndim)))

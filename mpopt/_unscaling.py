@@ -1,0 +1,66 @@
+"""The arithmetic of a step's gradients: divide out the scale, decide whether all are finite."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpopt import _tree
+from mpopt._masters import upcast
+
+PyTree = Any
+
+
+def divide(grads: PyTree, scale: jax.Array) -> PyTree:
+    """Divides by the scale, exactly where it is a power of two.
+
+    XLA turns a division by a broadcast scalar into a product with its reciprocal, which is
+    subnormal, and so flushed to zero, from 2^127 on. So float32 divides by two factors of about
+    the square root each.
+    """
+    exponent = (lax.bitcast_convert_type(scale, jnp.int32) >> 23) - 127
+    root = _power_of_two(exponent >> 1)
+    inverse_root, rest = _power_of_two(-(exponent >> 1)), root / scale
+
+    def unscaled(g: Any) -> Any:
+        if not _tree.is_inexact(g):
+            return g
+        g = jnp.asarray(upcast(g))
+        if jnp.iscomplexobj(g):
+            return lax.complex(unscaled(g.real), unscaled(g.imag))
+        if g.dtype != jnp.float32:
+            return g / align_leading(scale.astype(g.dtype), g)
+        return lax.mul(lax.mul(g, align_leading(inverse_root, g)), align_leading(rest, g))
+
+    return jax.tree.map(unscaled, grads)
+
+
+def align_leading(scalars: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Lines up a scalar of each member of an ensemble with the leading axes of its leaves."""
+    if scalars.ndim == 0:
+        return scalars
+    shape = scalars.shape + (1,) * (leaf.ndim - scalars.ndim)
+    return jnp.broadcast_to(scalars.reshape(shape), leaf.shape)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def finite_leaves(grads: PyTree, axis_name: str | Sequence[str] | None) -> jax.Array:
+    """Tells for each leaf whether all its elements are finite, on all devices of `axis_name`."""
+    flags = [_all_finite(g) for g in jax.tree.leaves(grads)]
+    finite = jnp.stack(flags) if flags else jnp.zeros(0, jnp.bool_)
+    if axis_name is None:
+        return finite
+    axis_names = axis_name if isinstance(axis_name, str) else tuple(axis_name)
+    return lax.pmin(finite.astype(jnp.int32), axis_names) > 0
+
+
+def _all_finite(x: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(x):
+        return _all_finite(x.real) & _all_finite(x.imag)
+    return lax.reduce(lax.is_finite(x), np.bool_(True), lax.bitwise_and, tuple(range(x.ndim)))
