@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 _SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).smallest_normal)
@@ -119,7 +120,8 @@ def dynamic_loss_scale(
         raise ValueError(f"growth_factor must be at least 1, got {growth_factor}.")
     if backoff_factor > 1:
         raise ValueError(f"backoff_factor must be at most 1, got {backoff_factor}.")
-    if not min_scale <= initial <= max_scale:
+    # As float32: a bound that was given as np.float32 and one that was not are the same number.
+    if not np.float32(min_scale) <= np.float32(initial) <= np.float32(max_scale):
         raise ValueError(
             f"initial={initial} must lie between min_scale={min_scale} and max_scale={max_scale}: "
             "change initial, or move the bound."
@@ -216,6 +218,8 @@ def cast_loss_scale_state(state: Any) -> LossScaleState:
 
 def _positive_float32(name: str, value: Any) -> float:
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError("a string is no number")
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be a positive number, got {value!r}.") from error

@@ -326,3 +326,13 @@ def test_rule_that_returns_something_else_is_refused(returned, message):
     tx = mpopt.with_loss_scale(optax.sgd(0.1), rule)
     with pytest.raises(ValueError, match=message):
         jax.jit(tx.update)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
+def test_bounds_are_compared_as_float32():
+    rule = mpopt.dynamic_loss_scale(3.3, max_scale=np.float32(3.3))  # 3.3 > float(float32(3.3))
+    assert float(rule.init().loss_scale) == float(np.float32(3.3))
+
+
+def test_a_string_is_no_scale():
+    with pytest.raises(ValueError, match="scale must be a positive number, got '3'"):
+        mpopt.static_loss_scale("3")

@@ -1,7 +1,5 @@
 """Float32 masters: fidelity to float32 training, exact updates, edits, and refusals."""
 
-import platform
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,31 +119,23 @@ def test_a_thousand_compiled_steps_stay_with_the_float32_optimizer(optimizer, dt
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [27_801, pytest.param(278_011, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2_781, pytest.param(278_011, marks=pytest.mark.slow)])
 def test_a_thousand_adam_steps_on_bfloat16_keep_the_bits_of_float32(size):
-    # Megatron-LM and Transformer Engine, with 278,011 values.
+    # Megatron-LM and Transformer Engine, with 278,011 values. Op by op: compiled, two programs
+    # contract multiply-adds differently.
     inner = optax.adam(1e-3)
     tx = mpopt.with_master_params(inner)
     rng = np.random.RandomState(0)
     params = jnp.asarray(rng.randn(size), jnp.bfloat16)
     wide = params.astype(jnp.float32)
-    grads = jnp.asarray(rng.randn(8, size), jnp.bfloat16)
-    # Without fused multiply-adds two compiled programs do the same arithmetic.
-    no_fma = {"xla_cpu_max_isa": "AVX"} if platform.machine() == "x86_64" else None
-
-    def train(tx, grads, params):
-        def step(carry, i):
-            params, state = carry
-            updates, state = tx.update(grads[i % 8], state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        def run(params, state):
-            return jax.lax.scan(step, (params, state), jnp.arange(1000))[0]
-
-        return jax.jit(run, compiler_options=no_fma)(params, tx.init(params))
-
-    params, state = train(tx, grads, params)
-    wide, inner_state = train(inner, grads.astype(jnp.float32), wide)
+    state, inner_state = tx.init(params), inner.init(wide)
+    all_grads = jnp.asarray(rng.randn(8, size), jnp.bfloat16)
+    for i in range(1000):
+        grads = all_grads[i % 8]
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        updates, inner_state = inner.update(grads.astype(jnp.float32), inner_state, wide)
+        wide = optax.apply_updates(wide, updates)
     assert_same_bits(state.master_params, wide)
     assert_same_bits(state.inner_state, inner_state)
     assert_params_are_rounded_masters(params, wide, jnp.bfloat16)

@@ -158,17 +158,36 @@ def test_eager_update_keeps_the_kinds_of_state_too():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("make_params", [lambda tree: tree, POLICY.cast_to_param])
-@pytest.mark.parametrize(
-    "inner", [lambda: optax.adam(1e-2), lambda: optax.contrib.schedule_free_adamw(1e-2)]
-)
-def test_state_shares_no_buffer_with_params_or_within(inner, make_params):
-    wide = make_params(model_params())
-    tx = transformation(inner())
-    state = tx.init(wide)
-    leaves = [x for x in jax.tree.leaves((wide, state)) if x.size]
-    pointers = [x.unsafe_buffer_pointer() for x in leaves]
-    assert len(set(pointers)) == len(pointers)
+def aliasing():
+    """An optimizer whose state holds the params that it was given, twice, and a Python float."""
+    return optax.GradientTransformation(
+        lambda params: {"anchor": params, "again": params, "rate": 0.5},
+        lambda updates, state, params=None: (updates, state | {"rate": 0.25}),
+    )
+
+
+WRAPPERS = {
+    "both": (transformation, POLICY),
+    "masters": (lambda inner: mpopt.with_master_params(inner, policy=POLICY), POLICY),
+    "loss scale": (
+        lambda inner: mpopt.with_loss_scale(inner, mpopt.static_loss_scale(1.0)),
+        mpopt.Policy(jnp.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrap", "policy"), WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("inner", [aliasing, lambda: optax.contrib.schedule_free_adamw(1e-2)])
+def test_state_shares_no_buffer_with_params_or_within_and_is_strong(inner, wrap, policy):
+    wide, tx = model_params(), wrap(inner())
+    for params in (wide, policy.cast_to_param(wide)):
+        state = tx.init(params)
+        leaves = [x for x in jax.tree.leaves((params, state)) if x.size]
+        pointers = [x.unsafe_buffer_pointer() for x in leaves]
+        assert len(set(pointers)) == len(pointers)
+        assert not any(x.weak_type for x in leaves)
+    _, state = jax.jit(tx.update)(fill(params, 1.0), state, params)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
 
 
 def test_donation():
