@@ -23,6 +23,7 @@ RECORD = EpochRecord(
 
 def test_metrics_have_a_line_an_epoch_with_the_documented_keys(tmp_path):
     run_dir = RunDir(tmp_path / "new" / "run")
+    run_dir.start(PRESETS["digits"])
     run_dir.append_metrics(RECORD)
     run_dir.append_metrics(RECORD)
     lines = (run_dir.path / "metrics.jsonl").read_text().splitlines()
@@ -47,7 +48,7 @@ def test_a_number_that_is_not_finite_is_null(tmp_path):
 
 
 def test_config_is_written_with_versions(tmp_path):
-    RunDir(tmp_path).write_config(PRESETS["digits"], num_params=5)
+    RunDir(tmp_path).start(PRESETS["digits"], num_params=5)
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["preset"] == "digits"
     assert content["num_params"] == 5
@@ -58,8 +59,7 @@ def test_earlier_runs_are_moved_aside(tmp_path):
     for number in range(3):
         run_dir = RunDir(tmp_path)
         expected = tmp_path / f"earlier-{number}" if number else None
-        assert run_dir.moved_to == expected
-        run_dir.write_config(PRESETS["digits"], run=number)
+        assert run_dir.start(PRESETS["digits"], run=number) == expected
         run_dir.append_metrics(RECORD)
     for number in (1, 2):
         content = json.loads((tmp_path / f"earlier-{number}" / "config.json").read_text())
@@ -69,8 +69,16 @@ def test_earlier_runs_are_moved_aside(tmp_path):
 
 
 def test_a_run_without_an_epoch_is_not_kept(tmp_path):
-    RunDir(tmp_path).write_config(PRESETS["digits"])
-    assert RunDir(tmp_path).moved_to is None
+    RunDir(tmp_path).start(PRESETS["digits"])
+    assert RunDir(tmp_path).start(PRESETS["digits"]) is None
+
+
+def test_a_run_that_does_not_start_leaves_the_earlier_one_in_place(tmp_path):
+    run_dir = RunDir(tmp_path)
+    run_dir.start(PRESETS["digits"])
+    run_dir.append_metrics(RECORD)
+    RunDir(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "metrics.jsonl"}
 
 
 def test_a_directory_with_other_files_is_left_alone(tmp_path):

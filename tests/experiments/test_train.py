@@ -54,15 +54,14 @@ def test_a_run_prints_and_writes_its_epochs(tmp_path, data_dir):
     assert (out / "earlier-1" / "metrics.jsonl").read_text().count("\n") == 2
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_other_precisions(tmp_path, data_dir, precision):
-    args = ["--precision", precision, "--epochs", 1, "--data-dir", data_dir, "--out", tmp_path]
+def test_another_precision(tmp_path, data_dir):
+    args = ["--precision", "bfloat16", "--epochs", 1, "--data-dir", data_dir, "--out", tmp_path]
     result = run("digits", *args, *SMALL)
     assert result.returncode == 0, result.stderr
     assert "loss scale 1  skipped 0" in result.stdout
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("precision", ["float16", "float32"])
 def test_training_that_cannot_go_on_stops_with_one_message(tmp_path, data_dir, precision):
     result = run(
         *("--precision", precision, "--learning-rate", 1e30, "--warmup-epochs", 0, "--epochs", 40),

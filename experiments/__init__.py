@@ -1,0 +1,1 @@
+"""Training runs on real images that use mpopt, and what belongs to them."""
