@@ -112,13 +112,16 @@ class TrainConfig:
 class Digits(TrainConfig):
     """Handwritten digits (scikit-learn's, 1,797 images of 8x8 scaled to 32x32), made for a CPU.
 
-    A ResNet-50 of width 16. The loss scale starts too high, at 2**24, and grows every 100 finite
-    steps, so that the run shows skipped steps at the start and growth later on; for real work keep
-    the library's defaults.
+    A ResNet-50 of width 16. The loss scale starts too high, at 2**24, and doubles after 100 finite
+    steps, so that the run shows skipped steps at its start and growth later on. For real work keep
+    the library's defaults, 2**15 and 2000.
 
-    Source: ResNet v1.5 as in Goyal et al. 2017 with a cosine schedule.
+    Source: ResNet v1.5 and its initialisation as in Goyal et al. 2017, with a cosine schedule.
 
     Command: python -m experiments.train
+
+    Expected: 97.4 % test accuracy in float16, 96.8 % in float32 (means of seeds 0, 1 and 2, writers
+    held out), in about 2 minutes on 2 CPU cores.
     """
 
     preset: Annotated[Preset, tyro.conf.Positional] = "digits"
@@ -135,11 +138,16 @@ class Digits(TrainConfig):
 
 @dataclasses.dataclass(frozen=True)
 class FashionMnist(TrainConfig):
-    """Fashion-MNIST (70,000 images of 28x28).
+    """Fashion-MNIST (70,000 images of 28x28), sized for a CPU.
 
-    Source: as digits; width and epochs sized for a CPU.
+    A ResNet-50 of width 16. It takes the files of Debian's package dataset-fashion-mnist where they
+    are, and TFDS's download otherwise.
+
+    Source: as digits.
 
     Command: python -m experiments.train fashion_mnist
+
+    Expected: not measured; about 15 minutes on 2 CPU cores.
     """
 
     preset: Annotated[Preset, tyro.conf.Positional] = "fashion_mnist"
@@ -161,9 +169,12 @@ class Cifar10(TrainConfig):
 
     Batch 64, SGD 0.01 with momentum 0.9, 10 epochs, a full-width ResNet-50.
 
-    Source: the usual first example of mixed-precision training, e.g. Flax's and PyTorch's.
+    Source: the usual first run of mixed-precision training.
 
     Command: python -m experiments.train cifar10
+
+    Expected: not measured, as its host is not reachable from everywhere; 4 hours on 2 CPU cores at
+    1.8 s a step.
     """
 
     preset: Annotated[Preset, tyro.conf.Positional] = "cifar10"
