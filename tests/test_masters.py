@@ -54,13 +54,13 @@ def test_equals_the_float32_optimizer_to_the_bit_op_by_op(optimizer, dtype):
     with jax.disable_jit():
         for i in range(20):
             scale = float(mpopt.loss_scale(state))
-            grads = jax.tree.map(lambda p: jnp.array(rng.randn(*p.shape) * scale, dtype), params)  # noqa: B023
+            grads = jax.tree.map(lambda p: jnp.array(rng.randn(*p.shape) * scale, dtype), params)  # noqa: B023 (called at once)
             if i in (7, 13):
                 grads["b"] = grads["b"].at[1].set(jnp.inf)
             updates, state = tx.update(grads, state, params)
             params = optax.apply_updates(params, updates)
             if i not in (7, 13):
-                true = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)  # noqa: B023
+                true = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)  # noqa: B023 (called at once)
                 updates, inner_state = inner.update(true, inner_state, wide)
                 wide = optax.apply_updates(wide, updates)
             masters = state.inner_state.master_params

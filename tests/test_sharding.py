@@ -77,7 +77,7 @@ def check(new, new_state, params, state, bad):
     assert mpopt.grads_finite(new_state).tolist() == [not bad] * DEVICES
     assert mpopt.loss_scale(new_state).tolist() == [512.0 if bad else 1024.0] * DEVICES
     for device in range(DEVICES):
-        on_device = jax.tree.map(lambda x: x[device], (new, new_state))  # noqa: B023
+        on_device = jax.tree.map(lambda x: x[device], (new, new_state))  # noqa: B023 (called at once)
         if bad:
             assert_same_bits(on_device[0], params)
             assert_same_bits(on_device[1].inner_state, state.inner_state)
