@@ -16,20 +16,22 @@ class Augmentation:
         crop_padding: black pixels added on each side before a random crop of the former size; 0
             for no crop.
         flip: whether half of the images are mirrored left to right.
+        cutout: side of a square that is blanked, with the mean, in each image; 0 for none.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop_padding: int = 0
     flip: bool = False
+    cutout: int = 0
 
 
 def augment(key: jax.Array, images: jax.Array, augmentation: Augmentation) -> jax.Array:
-    """Crops and mirrors each image at random.
+    """Crops and mirrors each image at random, and blanks a square of it.
 
     Args:
         key: random key; the same key gives the same images.
-        images: `[batch, height, width, channels]`, any dtype.
+        images: uint8, `[batch, height, width, channels]`.
         augmentation: what to do.
 
     Returns:
@@ -47,7 +49,28 @@ def augment(key: jax.Array, images: jax.Array, augmentation: Augmentation) -> ja
     if augmentation.flip:
         mirrored = jax.random.bernoulli(flip_key, 0.5, (len(images), 1, 1, 1))
         images = jnp.where(mirrored, images[:, :, ::-1], images)
+    if augmentation.cutout:
+        mean = jnp.rint(255 * jnp.asarray(augmentation.mean)).astype(images.dtype)
+        images = jnp.where(
+            _squares(jax.random.fold_in(key, 2), images.shape[:3], augmentation.cutout),
+            mean,
+            images,
+        )
     return images
+
+
+def _squares(key: jax.Array, shape: tuple[int, ...], side: int) -> jax.Array:
+    """Marks a square in each image (DeVries and Taylor 2017).
+
+    Its middle is any pixel, so that part of it may lie outside.
+    """
+    batch, height, width = shape
+    middles = jax.random.randint(key, (2, batch, 1), 0, jnp.array([[[height]], [[width]]]))
+    rows, columns = (
+        (jnp.arange(size) >= middle - side // 2) & (jnp.arange(size) < middle - side // 2 + side)
+        for middle, size in zip(middles, (height, width), strict=True)
+    )
+    return (rows[:, :, None] & columns[:, None, :])[..., None]
 
 
 def normalise(images: jax.Array, augmentation: Augmentation) -> jax.Array:

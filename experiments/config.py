@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,8 @@ import tyro
 from experiments.errors import UsageError
 
 Precision = Literal["float16", "bfloat16", "float32"]
-Preset = Literal["digits", "fashion_mnist", "cifar10"]
+Preset = Literal["digits", "fashion_mnist", "cifar10", "cifar10_strong", "cifar100", "imagenet"]
+Schedule = Literal["constant", "cosine", "step"]
 
 
 def _path_option(default: str) -> Any:
@@ -35,15 +37,32 @@ class TrainConfig:
     """Examples a step; the last partial batch of an epoch is left out, another one each time."""
     seed: int = 0
     """Decides the initial params, the order of the examples and the augmentation."""
-    out: Annotated[Path | None, _path_option("(default: runs/PRESET-PRECISION)")] = None
-    """Directory for config.json and metrics.jsonl; an earlier run in it is moved aside."""
+    out: Annotated[Path | None, _path_option("(default: runs/PRESET[-DATASET]-PRECISION)")] = None
+    """Directory of the run: configuration, metrics, events, checkpoints; an earlier run in it is
+    moved aside."""
+    resume: bool = False
+    """Goes on from the newest complete checkpoint in --out; starts anew where there is none."""
+    checkpoint_every: int = 0
+    """Steps between two checkpoints, beside the one after each epoch; 0 for none."""
+    keep: int = 2
+    """Newest checkpoints that are kept, beside the one with the best test accuracy."""
+
     data_dir: Annotated[
         Path | None, _path_option("(default: $TFDS_DATA_DIR or ~/tensorflow_datasets)")
     ] = None
     """TFDS data directory, where image sets are prepared and read."""
+    dataset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Image set: one of this project's (digits, fashion_mnist, cifar10, cifar100), or any with an
+    image and a label that TFDS has prepared as array_record, as NAME, NAME/CONFIG or either with
+    :VERSION; the preset's where it is not given."""
+    input: Literal["auto", "resident", "streamed"] = "auto"
+    """resident: the whole set on the device; streamed: read by other processes as it is needed;
+    auto: resident where the decoded set takes at most a quarter of the device's memory."""
+    loader_workers: int = 2
+    """Processes that read a streamed set; 0 for threads of this process."""
 
     image_size: int = 32
-    """Height and width that images are resized to."""
+    """Height and width that images are resized to, from their central square."""
     width: int = 64
     """Channels of the first stage; 64 is the standard ResNet-50."""
     stage_sizes: tuple[int, ...] = (3, 4, 6, 3)
@@ -52,17 +71,29 @@ class TrainConfig:
     """imagenet: 7x7 convolution and max-pool, each of stride 2; cifar: one 3x3 convolution."""
     crop_padding: int = 0
     """Pixels of padding before a random crop; 0 for no crop."""
+    random_resized_crop: bool = False
+    """Whether training images are random crops of 8 to 100 % of the original's area, resized, and
+    test images the central 87.5 %; such a set is streamed."""
     flip: bool = False
     """Whether half of the training images are mirrored."""
+    cutout: int = 0
+    """Side of a square, in pixels, that is blanked at a random place; 0 for none."""
 
     learning_rate: float = 0.01
     """Peak learning rate of SGD."""
     momentum: float = 0.9
     """Momentum of SGD."""
+    nesterov: bool = False
+    """Whether the momentum is Nesterov's."""
     weight_decay: float = 0.0
     """Added to the gradient of convolution and dense kernels, times the kernel."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or a cosine down to 0."""
+    label_smoothing: float = 0.0
+    """Share of each label that is spread evenly over all classes."""
+    schedule: Schedule = "constant"
+    """Learning rate after the warm-up: constant, a cosine down to 0, or a tenth after each of
+    --step-epochs."""
+    step_epochs: tuple[int, ...] = (30, 60, 80)
+    """Epochs after which the step schedule divides the learning rate by 10."""
     warmup_epochs: float = 0.0
     """Epochs in which the learning rate rises from 0 to its peak."""
 
@@ -71,18 +102,28 @@ class TrainConfig:
     growth_interval: int = 2000
     """Finite steps in a row after which the loss scale doubles (float16 only)."""
     max_consecutive_skips: int = 50
-    """Skipped steps in a row after which the run stops with an error."""
+    """Skipped steps in a row that a run may have; it stops with an error after more, and after more
+    than 5 at the smallest loss scale or in another precision than float16."""
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        for name in ("epochs", "batch_size", "image_size", "width", "growth_interval"):
+        for name in ("epochs", "batch_size", "image_size", "width", "growth_interval", "keep"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("crop_padding", "weight_decay", "warmup_epochs", "max_consecutive_skips"):
+        for name in (
+            *("crop_padding", "weight_decay", "warmup_epochs", "max_consecutive_skips"),
+            *("checkpoint_every", "loader_workers", "cutout"),
+        ):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         sizes_are_valid = len(self.stage_sizes) > 0 and min(self.stage_sizes) >= 1
         self._require("stage_sizes", sizes_are_valid, "one or more numbers of at least 1")
         self._require("seed", 0 <= self.seed < 2**32, "between 0 and 2**32 - 1")
         self._require("momentum", 0 <= self.momentum < 1, "at least 0 and less than 1")
+        self._require("label_smoothing", 0 <= self.label_smoothing < 1, "at least 0, less than 1")
+        steps = (0, *self.step_epochs)
+        steps_rise = len(steps) > 1 and all(a < b for a, b in zip(steps, steps[1:], strict=False))
+        self._require("step_epochs", steps_rise, "one or more rising numbers above 0")
+        is_possible = self.input != "resident" or not self.random_resized_crop
+        self._require("input", is_possible, "auto or streamed with --random-resized-crop")
         self._require("learning_rate", 0 < self.learning_rate < math.inf, "finite and above 0")
         scale_is_valid = 2.0**-14 <= self.initial_loss_scale <= 2.0**24
         self._require("initial_loss_scale", scale_is_valid, "between 2**-14 and 2**24")
@@ -98,14 +139,17 @@ class TrainConfig:
         return f"ResNet-{3 * sum(self.stage_sizes) + 2}"
 
     @property
-    def dataset(self) -> str:
-        """Name of the image set, as in `experiments.datasets`."""
-        return self.preset
+    def dataset_name(self) -> str:
+        """Name of the image set, as `experiments.inputs.datasets.prepared.find_set` takes it."""
+        return self.dataset or self.preset
 
     @property
     def run_dir(self) -> Path:
         """Where the run writes."""
-        return self.out or Path("runs") / f"{self.preset}-{self.precision}"
+        parts = [self.preset, self.precision]
+        if self.dataset != type(self).dataset:
+            parts.insert(1, re.sub(r"\W+", "-", self.dataset_name))
+        return self.out or Path("runs") / "-".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +174,7 @@ class Digits(TrainConfig):
     crop_padding: int = 4
     learning_rate: float = 0.05
     weight_decay: float = 5e-4
-    schedule: Literal["constant", "cosine"] = "cosine"
+    schedule: Schedule = "cosine"
     warmup_epochs: float = 2.0
     initial_loss_scale: float = 2.0**24
     growth_interval: int = 100
@@ -159,7 +203,7 @@ class FashionMnist(TrainConfig):
     flip: bool = True
     learning_rate: float = 0.1
     weight_decay: float = 5e-4
-    schedule: Literal["constant", "cosine"] = "cosine"
+    schedule: Schedule = "cosine"
     warmup_epochs: float = 1.0
 
 
@@ -182,8 +226,98 @@ class Cifar10(TrainConfig):
     flip: bool = True
 
 
+@dataclasses.dataclass(frozen=True)
+class Cifar10Strong(TrainConfig):
+    """CIFAR-10 with a modern recipe, made for one GPU.
+
+    Source: DeVries and Taylor 2017 ("Improved Regularization of Convolutional Neural Networks with
+    Cutout", and its code) for batch 128, 200 epochs, SGD 0.1 with Nesterov momentum 0.9, weight
+    decay 5e-4, crops of 4 pixels of padding, flips, cutout of 16 pixels, and a first convolution of
+    3x3 and stride 1. He, T. et al. 2019 ("Bag of Tricks for Image Classification with
+    Convolutional Neural Networks") for the cosine, label smoothing of 0.1 (Szegedy et al. 2016), 5
+    epochs of warm-up, and no weight decay on biases and norm layers.
+
+    Command: python -m experiments.train cifar10_strong
+
+    Expected: not measured. The recipe is meant to reach 95 %; DeVries and Taylor report 96.0 % for
+    a ResNet-18 with their step schedule and no label smoothing.
+    """
+
+    preset: Annotated[Preset, tyro.conf.Positional] = "cifar10_strong"
+    dataset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = "cifar10"
+    epochs: int = 200
+    batch_size: int = 128
+    stem: Literal["imagenet", "cifar"] = "cifar"
+    crop_padding: int = 4
+    flip: bool = True
+    cutout: int = 16
+    learning_rate: float = 0.1
+    nesterov: bool = True
+    weight_decay: float = 5e-4
+    label_smoothing: float = 0.1
+    schedule: Schedule = "cosine"
+    warmup_epochs: float = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cifar100(Cifar10Strong):
+    """CIFAR-100 (60,000 colour images of 32x32, 100 classes), made for one GPU.
+
+    Source: as cifar10_strong, with the cutout of 8 pixels that DeVries and Taylor 2017 take for
+    CIFAR-100.
+
+    Command: python -m experiments.train cifar100
+
+    Expected: not measured. DeVries and Taylor report 78.0 % for a ResNet-18 with their step
+    schedule and no label smoothing.
+    """
+
+    preset: Annotated[Preset, tyro.conf.Positional] = "cifar100"
+    dataset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = "cifar100"
+    cutout: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Imagenet(TrainConfig):
+    """ImageNet (ILSVRC 2012, 1,281,167 images of 1,000 classes), streamed, made for one GPU.
+
+    TFDS prepares it, where TensorFlow is installed, from archives that its owners give out:
+    tfds build imagenet2012 --data_dir DIR --file_format array_record
+
+    Source: Goyal et al. 2017 ("Accurate, Large Minibatch SGD") for 90 epochs, SGD 0.1 at batch 256
+    with Nesterov momentum 0.9, weight decay 1e-4 without biases and norm layers, 5 epochs of
+    warm-up, random crops of 224 of varying area and aspect (Szegedy et al. 2015) and flips. He, T.
+    et al. 2019 ("Bag of Tricks for Image Classification with Convolutional Neural Networks") for
+    the cosine and label smoothing of 0.1. For the schedule of Goyal et al.: --schedule step
+    --label-smoothing 0.
+
+    Command: python -m experiments.train imagenet --data-dir DIR --precision bfloat16
+
+    Expected: not measured. Goyal et al. report 76.4 % for their recipe.
+    """
+
+    preset: Annotated[Preset, tyro.conf.Positional] = "imagenet"
+    dataset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = "imagenet2012"
+    epochs: int = 90
+    batch_size: int = 256
+    input: Literal["auto", "resident", "streamed"] = "streamed"
+    loader_workers: int = 12
+    image_size: int = 224
+    random_resized_crop: bool = True
+    flip: bool = True
+    learning_rate: float = 0.1
+    nesterov: bool = True
+    weight_decay: float = 1e-4
+    label_smoothing: float = 0.1
+    schedule: Schedule = "cosine"
+    warmup_epochs: float = 5.0
+
+
 PRESETS: dict[str, TrainConfig] = {
     "digits": Digits(),
     "fashion_mnist": FashionMnist(),
     "cifar10": Cifar10(),
+    "cifar10_strong": Cifar10Strong(),
+    "cifar100": Cifar100(),
+    "imagenet": Imagenet(),
 }

@@ -57,6 +57,11 @@ def make_schedule(config: TrainConfig, steps_per_epoch: int) -> optax.Schedule:
     decay_steps = max(config.epochs * steps_per_epoch - warmup_steps, 1)
     if config.schedule == "cosine":
         after = optax.cosine_decay_schedule(config.learning_rate, decay_steps)
+    elif config.schedule == "step":
+        boundaries = [epoch * steps_per_epoch - warmup_steps for epoch in config.step_epochs]
+        after = optax.piecewise_constant_schedule(
+            config.learning_rate, {boundary: 0.1 for boundary in boundaries}
+        )
     else:
         after = optax.constant_schedule(config.learning_rate)
     warmup = optax.linear_schedule(0.0, config.learning_rate, max(warmup_steps, 1))
@@ -76,7 +81,9 @@ def make_optimizer(
         The optimizer. Everything that looks at gradients or params is inside `mixed_precision`,
         where both are float32.
     """
-    sgd = optax.sgd(make_schedule(config, steps_per_epoch), momentum=config.momentum)
+    sgd = optax.sgd(
+        make_schedule(config, steps_per_epoch), momentum=config.momentum, nesterov=config.nesterov
+    )
     if config.weight_decay:
         sgd = optax.chain(optax.add_decayed_weights(config.weight_decay, mask=_is_kernel), sgd)
     return mpopt.mixed_precision(

@@ -1,12 +1,13 @@
 """What a run says while it goes: a progress bar on a terminal, plain lines elsewhere."""
 
+import math
 from types import TracebackType
 from typing import Self
 
 import rich.console
 from rich import progress
 
-from experiments.run_dir import EpochRecord
+from experiments.tracking.run_dir import EpochRecord
 
 
 def format_scale(loss_scale: float) -> str:
@@ -31,11 +32,12 @@ def format_epoch(record: EpochRecord, epochs: int) -> str:
     Returns:
         The line.
     """
+    speed = record.images_per_second
     return (
         f"epoch {record.epoch}/{epochs}  loss {record.train_loss:.4f}  "
         f"test loss {record.test_loss:.4f}  accuracy {100 * record.test_accuracy:.1f}%  "
-        f"loss scale {format_scale(record.loss_scale)}  skipped {record.total_skips}  "
-        f"{record.images_per_second:.0f} images/s"
+        f"loss scale {format_scale(record.loss_scale)}  skipped {record.total_skips}"
+        + ("" if math.isnan(speed) else f"  {speed:.0f} images/s")
     )
 
 

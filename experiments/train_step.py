@@ -13,30 +13,12 @@ from flax import nnx
 
 import mpopt
 from experiments.augment import Augmentation, augment, normalise
+from experiments.losses import cross_entropy
+from experiments.train_state import LOG_STEPS, StepLog, TrainState
 
 TrainStep = Any  # a jitted function, see make_train_step
 EvalStep = Any  # a jitted function, see make_eval_step
-
-
-class TrainState(NamedTuple):
-    """All that changes from step to step.
-
-    Attributes:
-        step: steps taken, applied or skipped, int32 scalar.
-        params: what the model computes with.
-        batch_stats: running statistics of the norm layers, float32.
-        opt_state: optimizer state with masters and loss scale.
-        loss_sum: sum of the losses of this epoch's applied steps, float32 scalar. The loss of a
-            step that overflows may be infinite.
-        applied_steps: number of those steps, int32 scalar.
-    """
-
-    step: jax.Array
-    params: Any
-    batch_stats: Any
-    opt_state: Any
-    loss_sum: jax.Array
-    applied_steps: jax.Array
+LossFn = Any  # see make_loss_fn
 
 
 class EvalTotals(NamedTuple):
@@ -53,43 +35,58 @@ class EvalTotals(NamedTuple):
     num_examples: jax.Array
 
 
-def init_train_state(
-    params_f32: Any,
-    batch_stats: Any,
-    tx: optax.GradientTransformationExtraArgs,
+def make_loss_fn(
+    graphdef: nnx.GraphDef[Any], policy: mpopt.Policy, label_smoothing: float = 0.0
+) -> LossFn:
+    """Makes the loss of a batch, unscaled.
+
+    Args:
+        graphdef: the model.
+        policy: dtypes of activations and outputs.
+        label_smoothing: see `losses.cross_entropy`.
+
+    Returns:
+        `loss_fn(params, batch_stats, inputs, targets) -> (loss, batch_stats)`, with a float32
+        loss and the statistics after this batch.
+    """
+
+    def loss_fn(
+        params: Any, batch_stats: Any, inputs: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        # Copied, as the statistics come from outside this trace and the model updates them.
+        model = nnx.merge(graphdef, params, batch_stats, copy=True)
+        logits = policy.cast_to_output(model(inputs, train=True))
+        losses = cross_entropy(logits, targets, label_smoothing)
+        return losses.mean(), nnx.state(model, nnx.BatchStat)
+
+    return loss_fn
+
+
+def make_batch(
+    key: jax.Array,
+    step: jax.Array,
+    images: jax.Array,
+    labels: jax.Array,
+    indices: jax.Array,
     policy: mpopt.Policy,
-) -> TrainState:
-    """Makes the state before the first step.
+    augmentation: Augmentation,
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers, augments and normalises the examples of a step.
 
     Args:
-        params_f32: initial params in float32; the masters are exact copies.
-        batch_stats: initial running statistics.
-        tx: the optimizer.
-        policy: tells what each param is cast to.
+        key: the run's random key; the step derives its own from it.
+        step: the number of steps before this one.
+        images: uint8, those that `indices` index.
+        labels: theirs.
+        indices: which examples make the batch.
+        policy: tells the dtype of the inputs.
+        augmentation: what happens to the images.
 
     Returns:
-        The state.
+        What the model gets, and the labels.
     """
-    return TrainState(
-        step=jnp.array(0, jnp.int32),
-        params=policy.cast_to_param(params_f32),
-        batch_stats=batch_stats,
-        opt_state=tx.init(params_f32),
-        loss_sum=jnp.array(0, jnp.float32),
-        applied_steps=jnp.array(0, jnp.int32),
-    )
-
-
-def start_epoch(state: TrainState) -> TrainState:
-    """Clears the sums of the last epoch.
-
-    Args:
-        state: the state after an epoch.
-
-    Returns:
-        The state to begin the next with.
-    """
-    return state._replace(loss_sum=jnp.array(0, jnp.float32), applied_steps=jnp.array(0, jnp.int32))
+    batch = augment(jax.random.fold_in(key, step), images[indices], augmentation)
+    return policy.cast_to_compute(normalise(batch, augmentation)), labels[indices]
 
 
 def make_train_step(
@@ -97,6 +94,8 @@ def make_train_step(
     tx: optax.GradientTransformationExtraArgs,
     policy: mpopt.Policy,
     augmentation: Augmentation,
+    *,
+    label_smoothing: float = 0.0,
 ) -> TrainStep:
     """Makes the jitted training step.
 
@@ -105,31 +104,36 @@ def make_train_step(
         tx: the optimizer, made with `mpopt.mixed_precision`.
         policy: dtypes of params, activations and outputs.
         augmentation: what happens to the images.
+        label_smoothing: see `losses.cross_entropy`.
 
     Returns:
         `train_step(state, key, images, labels, indices) -> state`. `state` is donated. `images`
         (uint8) and `labels` are the whole training split; `indices` says which examples make the
         batch. `key` is the run's random key; each step derives its own from it.
     """
+    batch_loss = make_loss_fn(graphdef, policy, label_smoothing)
 
     @partial(jax.jit, donate_argnums=0)
     def train_step(
         state: TrainState, key: jax.Array, images: jax.Array, labels: jax.Array, indices: jax.Array
     ) -> TrainState:
-        batch = augment(jax.random.fold_in(key, state.step), images[indices], augmentation)
-        inputs = policy.cast_to_compute(normalise(batch, augmentation))
-        targets = labels[indices]
+        batch = make_batch(key, state.step, images, labels, indices, policy, augmentation)
 
         def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-            # Copied, as the statistics come from outside this trace and the model updates them.
-            model = nnx.merge(graphdef, params, state.batch_stats, copy=True)
-            logits = policy.cast_to_output(model(inputs, train=True))
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-            return mpopt.scale_loss(losses.mean(), state.opt_state), nnx.state(model, nnx.BatchStat)
+            loss, batch_stats = batch_loss(params, state.batch_stats, *batch)
+            return mpopt.scale_loss(loss, state.opt_state), batch_stats
 
         (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         applied = mpopt.grads_finite(opt_state)
+        row = StepLog(
+            loss=loss,
+            loss_scale=mpopt.loss_scale(state.opt_state),
+            next_loss_scale=mpopt.loss_scale(opt_state),
+            applied=applied,
+            nonfinite_leaves=optax.tree.get(opt_state, "nonfinite_leaves"),
+        )
+        index = state.step % LOG_STEPS
         return TrainState(
             step=state.step + 1,
             params=optax.apply_updates(state.params, updates),
@@ -138,6 +142,7 @@ def make_train_step(
             opt_state=opt_state,
             loss_sum=state.loss_sum + jnp.where(applied, loss, 0),
             applied_steps=state.applied_steps + applied,
+            log=jax.tree.map(lambda rows, new: rows.at[index].set(new), state.log, row),
         )
 
     return train_step

@@ -26,7 +26,8 @@ def loss_scale(opt_state: PyTree) -> jax.Array:
         A float32 scalar, in a buffer of its own: it outlives a donated `opt_state`.
 
     Raises:
-        ValueError: where `opt_state` holds no loss scale, or several.
+        ValueError: where `opt_state` holds no loss scale, or several, or one inside a wrapper
+            that belongs inside it (`optax.MultiSteps`, `optax.apply_if_finite`).
 
     Example:
         >>> import jax.numpy as jnp
@@ -49,7 +50,7 @@ def grads_finite(opt_state: PyTree) -> jax.Array:
         A bool scalar.
 
     Raises:
-        ValueError: where `opt_state` holds no loss scale, or several.
+        ValueError: as :func:`loss_scale`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -74,7 +75,7 @@ def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
         A dict of scalars: float32, bool, int32, int32.
 
     Raises:
-        ValueError: where `opt_state` holds no loss scale, or several.
+        ValueError: as :func:`loss_scale`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -108,8 +109,7 @@ def where_applied(opt_state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         A tree of the same structure.
 
     Raises:
-        ValueError: where the trees differ, naming the leaf; where `opt_state` holds no loss
-            scale, or several.
+        ValueError: where the trees differ, naming the leaf, and as :func:`loss_scale`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -221,7 +221,7 @@ def nonfinite_params(opt_state: PyTree, params: PyTree) -> list[str]:
         no step was skipped yet.
 
     Raises:
-        ValueError: inside `jit`; where `opt_state` holds no loss scale, or several.
+        ValueError: inside `jit`, and as :func:`loss_scale`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -261,7 +261,7 @@ def raise_if_stalled(opt_state: PyTree, params: PyTree, max_consecutive_skips: i
 
     Raises:
         FloatingPointError: names the scale, the count and the leaves.
-        ValueError: inside `jit`; where `opt_state` holds no loss scale, or several.
+        ValueError: inside `jit`, and as :func:`loss_scale`.
 
     Example:
         >>> import jax.numpy as jnp

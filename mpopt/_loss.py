@@ -27,7 +27,9 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
         The loss in float32 (float64 stays), same value.
 
     Raises:
-        ValueError: where `opt_state` holds no loss scale, or several; or the loss is no float.
+        ValueError: where `opt_state` holds no loss scale, or several, or one inside a wrapper
+            that belongs inside it (`optax.MultiSteps`, `optax.apply_if_finite`); or the loss is
+            no float.
 
     Example:
         >>> import jax

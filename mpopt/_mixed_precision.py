@@ -27,8 +27,9 @@ def mixed_precision(
 
     It goes outermost. Clipping, weight decay, accumulation (`optax.MultiSteps`), masks,
     partitions and injected hyperparameters go *inside*, where gradients are unscaled and params
-    are float32. Outside, a clip would clip scaled gradients, and `MultiSteps` would accumulate an
-    overflow.
+    are float32. Outside, a clip would clip scaled gradients. `MultiSteps` outside would accumulate
+    an overflow: `scale_loss` and the accessors refuse it, and `apply_if_finite`,
+    `conditionally_transform`, `contrib.mechanize` and `contrib.sam` too.
 
     Args:
         inner: any optax optimizer, also one with extra args, or an object with

@@ -53,6 +53,16 @@ _STATE_DTYPES = {
     "leaf_digests": jnp.uint32,
 }
 
+# Wrappers that are silently wrong around a loss scale: they add up, inspect or pass on scaled
+# gradients, or keep the scale from backing off.
+_INSIDE_ONLY = {
+    optax.MultiStepsState: "optax.MultiSteps(inner, k)",
+    optax.ApplyIfFiniteState: "optax.apply_if_finite(inner, n)",
+    optax.ConditionallyTransformState: "optax.conditionally_transform(inner, f)",
+    optax.contrib.MechanicState: "optax.contrib.mechanize(inner)",
+    optax.contrib.SAMState: "optax.contrib.sam(inner, adversary)",
+}
+
 
 def with_loss_scale(
     inner: Any, loss_scale: LossScale, *, axis_name: str | Sequence[str] | None = None
@@ -182,7 +192,7 @@ def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
         their dtype; leaves that are no float pass.
 
     Raises:
-        ValueError: where `opt_state` holds no loss scale, or several.
+        ValueError: as :func:`loss_scale`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -199,7 +209,11 @@ def unscale(grads: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def find_loss_scale_state(opt_state: PyTree) -> WithLossScaleState:
-    """Returns the one loss-scale state inside `opt_state`, with NNX Variables unwrapped."""
+    """Returns the one loss-scale state inside `opt_state`, with NNX Variables unwrapped.
+
+    Raises:
+        ValueError: where there is none, or several, or one inside a wrapper that belongs inside.
+    """
     found = _tree.find_states(opt_state, WithLossScaleState)
     if len(found) != 1:
         reason = (
@@ -210,6 +224,13 @@ def find_loss_scale_state(opt_state: PyTree) -> WithLossScaleState:
             "state that is meant"
         )
         raise ValueError(f"The optimizer state {reason}.")
+    for around in _tree.find_states(opt_state, tuple(_INSIDE_ONLY)):
+        if _tree.find_states(around, WithLossScaleState):
+            call = next(call for kind, call in _INSIDE_ONLY.items() if isinstance(around, kind))
+            raise ValueError(
+                f"{call.partition('(')[0]} is around the loss scale, where it meets scaled "
+                f"gradients and overflows. It goes inside: mpopt.mixed_precision({call})."
+            )
     state = found[0]
     fields = {
         name: jax.tree.map(_tree.unwrap, value, is_leaf=_tree.is_variable)

@@ -293,7 +293,7 @@ def check_state_dtype(path: str, leaf: Any, dtype: Any) -> None:
         )
 
 
-def find_states(opt_state: PyTree, state_type: type) -> list[Any]:
+def find_states(opt_state: PyTree, state_type: type | tuple[type, ...]) -> list[Any]:
     """Lists the states of a type anywhere in a nested optimizer state, outermost only."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, state_type))
     return [node for node in nodes if isinstance(node, state_type)]

@@ -39,6 +39,12 @@ INSIDE = {
     "partition": optax.partition(
         {"a": optax.adamw(0.1), "b": optax.sgd(0.1, momentum=0.9)}, {"w": "a", "norm": "b"}
     ),
+    "multi_transform": optax.multi_transform(
+        {"a": optax.adamw(0.1), "b": optax.set_to_zero()}, {"w": "a", "norm": "b"}
+    ),
+    "chain": optax.chain(optax.chain(optax.trace(0.9), optax.scale(2.0)), optax.scale(-0.1)),
+    "with_extra_args_support": optax.with_extra_args_support(optax.adam(0.1)),
+    "split_real_and_imaginary": optax.contrib.split_real_and_imaginary(optax.adam(0.1)),
     "freeze": optax.chain(optax.sgd(0.1), optax.freeze({"w": False, "norm": True})),
     "selective_transform": optax.selective_transform(
         optax.adam(0.1), freeze_mask={"w": False, "norm": True}
@@ -224,15 +230,64 @@ def test_link_before_it_works_on_scaled_16_bit_gradients(link, grads, moved):
     assert mpopt.grads_finite(state)  # counted as a step
 
 
-def test_multisteps_around_it_dies_of_one_overflow_and_the_stall_is_raised():
+AROUND = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, every_other),
+    "contrib.mechanize": optax.contrib.mechanize,
+    "contrib.sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["outermost", "in a chain"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"])
+@pytest.mark.parametrize("name", AROUND)
+def test_wrapper_that_belongs_inside_is_refused_around_it(name, dtype, nested):
+    params = {"w": jnp.zeros(2, dtype)}
+    tx = AROUND[name](wrapped(optax.sgd(1.0)))
+    state = (optax.chain(tx, optax.identity()) if nested else tx).init(params)
+    reads = {
+        "scale_loss": lambda: mpopt.scale_loss(jnp.float32(1.0), state),
+        "value_and_grad": lambda: mpopt.value_and_grad(optax.tree.sum)(params, opt_state=state),
+        "unscale": lambda: mpopt.unscale(params, state),
+        "loss_scale": lambda: mpopt.loss_scale(state),
+        "metrics": lambda: mpopt.metrics(state),
+        "where_applied": lambda: mpopt.where_applied(state, params, params),
+        "raise_if_stalled": lambda: mpopt.raise_if_stalled(state, params, 3),
+    }
+    inside = rf"optax\.{name} is around.*goes inside: mpopt.mixed_precision\(optax\.{name}\(inner"
+    for read in reads.values():
+        with pytest.raises(ValueError, match=inside):
+            read()
+
+
+def test_wrappers_inside_are_not_taken_for_wrappers_around():
+    params = {"w": jnp.zeros(2)}
+    for around in AROUND.values():
+        state = wrapped(optax.chain(around(optax.sgd(1.0)), optax.identity())).init(params)
+        assert mpopt.loss_scale(state) == SCALE
+
+
+def test_the_state_inside_a_refused_wrapper_can_still_be_read():
     tx = optax.MultiSteps(wrapped(optax.sgd(1.0)), 2).gradient_transformation()
+    state = tx.init({"w": jnp.zeros(2, jnp.float16)})
+    assert mpopt.loss_scale(state.inner_opt_state) == SCALE
+
+
+@pytest.mark.parametrize("link", [optax.apply_every(2), optax.ema(0.5)], ids=["apply_every", "ema"])
+def test_accumulator_outside_is_poisoned_by_one_overflow(link):
     params = {"w": jnp.zeros(2, jnp.float16)}
-    step, state = jitted_step(tx), tx.init(params)
-    for value in [jnp.inf] + [SCALE] * 9:
-        params, state = step(params, state, fill(params, value))
-    assert params["w"].tolist() == [0.0, 0.0]
-    with pytest.raises(FloatingPointError, match="5 steps in a row.*gradients: w"):
-        mpopt.raise_if_stalled(state, params, 4)
+    applied = {}
+    for place in ("outside", "inside"):
+        if place == "outside":
+            tx = optax.chain(link, wrapped(optax.sgd(1.0)))
+        else:
+            tx = wrapped(optax.chain(link, optax.sgd(1.0)))
+        p, state, step = params, tx.init(params), jitted_step(tx)
+        for value in (SCALE, jnp.inf, SCALE / 2, SCALE / 2, SCALE / 2, SCALE / 2):
+            p, state = step(p, state, fill(p, value))
+        applied[place] = bool(mpopt.grads_finite(state)) and bool(jnp.all(p["w"] < 0))
+    assert applied == {"outside": False, "inside": True}
 
 
 def test_inject_hyperparams_around_it_rounds_the_rate_unless_told_its_dtype():
@@ -276,18 +331,8 @@ def test_two_scales_of_a_partition_are_refused_by_the_loss():
         mpopt.scale_loss(jnp.float32(1.0), state)
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        pytest.param(lambda tx: optax.apply_if_finite(tx, 3), id="apply_if_finite"),
-        pytest.param(
-            lambda tx: optax.conditionally_transform(tx, every_other), id="conditionally_transform"
-        ),
-        pytest.param(lambda tx: optax.conditionally_mask(tx, every_other), id="conditionally_mask"),
-    ],
-)
-def test_conditional_wrappers_around_it_fail_at_the_first_trace(around):
-    tx = around(wrapped(optax.sgd(1.0)))
+def test_conditional_mask_around_it_fails_at_the_first_trace():
+    tx = optax.conditionally_mask(wrapped(optax.sgd(1.0)), every_other)
     params = {"w": jnp.zeros(2, jnp.float16)}
     with pytest.raises(TypeError, match="float16"):
         jax.jit(tx.update)(fill(params, SCALE), tx.init(params), params)

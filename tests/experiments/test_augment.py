@@ -58,6 +58,32 @@ def test_crop_is_a_window_of_the_padded_image():
     assert {i for i, _ in offsets} == {j for _, j in offsets} == set(range(5))
 
 
+def test_cutout_blanks_a_square_with_the_mean_anywhere_in_the_image():
+    images = make_images(count=400)
+    settings = Augmentation(mean=(0.5, 0.0), std=(1.0, 1.0), cutout=3)
+    actual = np.asarray(jax.jit(lambda x: augment(jax.random.key(0), x, settings))(images))
+    is_blank = actual[..., 1] == 0  # no pixel of the images is
+    corners, sizes = set(), set()
+    for blank, image in zip(is_blank, actual, strict=True):
+        rows, columns = (np.flatnonzero(blank.any(axis=axis)) for axis in (1, 0))
+        assert blank.sum() == len(rows) * len(columns)  # a rectangle
+        assert (image[blank] == (128, 0)).all()
+        corners.add((rows[0], columns[0]))
+        sizes.add((len(rows), len(columns)))
+    # Part of the square may lie outside: its middle is any pixel.
+    assert sizes == {(i, j) for i in (2, 3) for j in (2, 3)}
+    assert corners == {(i, j) for i in range(5) for j in range(5)}
+    assert (actual[~is_blank] == images[~is_blank]).all()
+
+
+def test_cutout_leaves_crop_and_flip_as_they_are():
+    images = make_images()
+    options = {"crop_padding": 2, "flip": True}
+    plain, cut = run(0, images, **options), run(0, images, cutout=2, **options)
+    is_blank = (cut == 0).all(axis=-1)
+    np.testing.assert_array_equal(cut[~is_blank], plain[~is_blank])
+
+
 def test_same_key_gives_same_images_and_another_key_others():
     images = make_images()
     options = {"crop_padding": 2, "flip": True}

@@ -101,11 +101,50 @@ def test_arguments_that_cannot_be_read_end_with_code_2(args, expected, capsys):
         ("weight_decay", -1.0),
         ("warmup_epochs", float("nan")),
         ("max_consecutive_skips", -1),
+        ("loader_workers", -1),
+        ("cutout", -1),
+        ("label_smoothing", 1.0),
+        ("label_smoothing", float("nan")),
+        ("step_epochs", ()),
+        ("step_epochs", (0, 30)),
+        ("step_epochs", (30, 30)),
     ],
 )
 def test_values_out_of_range_are_named(option, value):
     with pytest.raises(UsageError, match="--" + option.replace("_", "-")):
         TrainConfig(**{option: value})
+
+
+def test_random_crops_are_not_for_a_resident_set():
+    with pytest.raises(UsageError, match="--input must be auto or streamed"):
+        TrainConfig(random_resized_crop=True, input="resident")
+
+
+def test_data_set_is_the_presets_unless_another_is_named():
+    assert parse("digits").dataset_name == "digits"
+    assert parse("cifar10_strong").dataset_name == "cifar10"
+    assert parse("imagenet").dataset_name == "imagenet2012"
+    other = parse("imagenet", "--dataset", "imagenet_resized/64x64")
+    assert other.dataset_name == "imagenet_resized/64x64"
+    assert str(other.run_dir) == "runs/imagenet-imagenet_resized-64x64-float16"
+
+
+def test_cifar10_strong_is_the_recipe_of_its_sources():
+    config = PRESETS["cifar10_strong"]
+    assert (config.batch_size, config.epochs, config.stem) == (128, 200, "cifar")
+    assert (config.learning_rate, config.momentum, config.nesterov) == (0.1, 0.9, True)
+    assert (config.weight_decay, config.label_smoothing) == (5e-4, 0.1)
+    assert (config.crop_padding, config.flip, config.cutout) == (4, True, 16)
+    differences = {"preset": "cifar100", "dataset": "cifar100", "cutout": 8}
+    assert dataclasses.asdict(PRESETS["cifar100"]) == {**dataclasses.asdict(config), **differences}
+
+
+def test_imagenet_is_the_recipe_of_its_sources():
+    config = PRESETS["imagenet"]
+    assert (config.batch_size, config.epochs, config.image_size) == (256, 90, 224)
+    assert (config.learning_rate, config.weight_decay, config.warmup_epochs) == (0.1, 1e-4, 5.0)
+    assert (config.width, config.stage_sizes, config.stem) == (64, (3, 4, 6, 3), "imagenet")
+    assert (config.input, config.random_resized_crop) == ("streamed", True)
 
 
 def test_run_dir_names_preset_and_precision(tmp_path):

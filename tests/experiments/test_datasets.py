@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from experiments import data, datasets
-from experiments.datasets import cifar10, fashion_mnist, preparation
-from experiments.datasets.preparation import PROBE_SECONDS
 from experiments.errors import UserError
+from experiments.inputs import datasets
+from experiments.inputs.datasets import cifar10, cifar100, fashion_mnist, preparation
+from experiments.inputs.datasets.cifar_archive import read_members
+from experiments.inputs.datasets.preparation import PROBE_SECONDS
+from experiments.inputs.datasets.prepared import find_set
 
 
 def read_all(builder, split):
@@ -75,9 +77,34 @@ def test_cifar10_archive_is_read_pixel_exact_by_stock_tfds(cifar10_archive):
         assert_same_examples((images, labels), expected)
 
 
+def test_cifar100_archive_is_read_with_fine_and_coarse_labels(cifar100_archive):
+    data_dir, arrays = cifar100_archive
+    builder = datasets.prepare(cifar100.CIFAR100, data_dir)
+    assert builder.info.features["label"].names == [f"fine{i}" for i in range(100)]
+    assert builder.info.features["coarse_label"].names == [f"coarse{i}" for i in range(20)]
+    for split, (images, fine, coarse) in arrays.items():
+        assert_same_examples(read_all(builder, split), (images, fine))
+        stock = tfds.data_source("cifar100", split=split, data_dir=data_dir)
+        examples = [stock[i] for i in range(len(stock))]
+        actual = np.stack([e["image"] for e in examples]), [e["coarse_label"] for e in examples]
+        assert_same_examples(actual, (images, coarse))
+
+
+def test_cifar100_knows_the_checksum_of_the_real_archive():
+    (url_info,) = cifar100.Cifar100.url_infos.values()
+    assert url_info.filename == "cifar-100-binary.tar.gz"
+    assert url_info.size == 168_513_733
+
+
+def test_damaged_archive_is_named(cifar100_archive):
+    archive = cifar100_archive[0] / "downloads" / "manual" / "cifar-100-binary.tar.gz"
+    with pytest.raises(UserError, match=f"{archive} is not a complete archive"):
+        read_members(archive, ["absent.bin"], cifar100.URL)
+
+
 def test_small_archive_is_not_mistaken_for_the_set(cifar10_archive):
     with pytest.raises(UserError, match="20 examples where 50000 are expected"):
-        data.load("cifar10", cifar10_archive[0], 32)
+        find_set("cifar10", cifar10_archive[0])
 
 
 def test_wrong_archive_is_refused(cifar10_archive):

@@ -9,19 +9,12 @@ from flax import nnx
 
 import mpopt
 from experiments.augment import Augmentation
-from experiments.evaluate import evaluate, padded_batches
+from experiments.evaluate import evaluate
+from experiments.inputs.order import padded_batches
 from experiments.resnet import NORM_PARAMS, ResNet, init_resnet
 from experiments.train_step import make_eval_step
 
 AUGMENTATION = Augmentation(mean=(0.5,), std=(0.25,), crop_padding=2, flip=True)
-
-
-def test_padded_batches_hold_every_example_once():
-    for num_examples, batch_size in ((10, 4), (8, 4), (3, 5)):
-        batches = list(padded_batches(num_examples, batch_size))
-        assert {len(indices) for indices, _ in batches} == {batch_size}
-        counted = np.concatenate([indices[is_example] for indices, is_example in batches])
-        np.testing.assert_array_equal(counted, np.arange(num_examples))
 
 
 @pytest.mark.parametrize("batch_size", [5, 64])
@@ -34,7 +27,8 @@ def test_last_partial_batch_counts(batch_size):
         jax.random.key(0), num_classes=4, in_channels=1, width=2, stage_sizes=(1,), stem="cifar"
     )
     eval_step = make_eval_step(graphdef, policy, AUGMENTATION)
-    loss, accuracy = evaluate(eval_step, params, batch_stats, images, labels, batch_size)
+    batches = ((images, labels, *padding) for padding in padded_batches(13, batch_size))
+    loss, accuracy = evaluate(eval_step, params, batch_stats, batches)
 
     model = nnx.merge(graphdef, params, batch_stats)
     logits = model((images / 255.0 - 0.5) / 0.25, train=False)

@@ -49,6 +49,37 @@ def test_constant_schedule():
     assert {float(schedule(step)) for step in (0, 1, 7000)} == {0.01}
 
 
+def test_step_schedule_divides_by_ten_after_each_epoch_named():
+    config = dataclasses.replace(
+        PRESETS["imagenet"], schedule="step", step_epochs=(3, 6), warmup_epochs=1.0
+    )
+    schedule = make_schedule(config, steps_per_epoch=10)
+    values = [float(schedule(step)) for step in (0, 5, 10, 29, 31, 59, 61, 899)]
+    expected = [0.0, 0.05, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
+
+
+def test_nesterov_looks_ahead():
+    config = dataclasses.replace(
+        DIGITS,
+        precision="float32",
+        nesterov=True,
+        weight_decay=0.0,
+        warmup_epochs=0,
+        schedule="constant",
+        learning_rate=1.0,
+        momentum=0.5,
+    )
+    tx = make_optimizer(config, steps_per_epoch=5)
+    params = jnp.zeros(1)
+    state, updates = tx.init(params), []
+    for _ in range(2):
+        update, state = tx.update(jnp.ones(1), state, params)
+        updates.append(float(update[0]))
+    # The trace is 1 then 1.5; Nesterov's step is gradient + momentum × trace.
+    np.testing.assert_allclose(updates, [-1.5, -1.75], rtol=1e-6)
+
+
 def test_weight_decay_leaves_biases_and_norm_layers_alone():
     config = dataclasses.replace(
         DIGITS, precision="float32", warmup_epochs=0, schedule="constant", learning_rate=1.0

@@ -1,15 +1,18 @@
 """What is printed: plain lines in a file, a bar on a terminal."""
 
+import dataclasses
 import io
+import math
 
 import pytest
 import rich.console
 
 from experiments.reporting import Reporter, format_epoch, format_scale
-from experiments.run_dir import EpochRecord
+from experiments.tracking.run_dir import EpochRecord
 
 RECORD = EpochRecord(
     epoch=3,
+    step=66,
     train_loss=0.1234,
     test_loss=0.1,
     test_accuracy=0.975,
@@ -17,6 +20,7 @@ RECORD = EpochRecord(
     loss_scale=2.0**15,
     total_skips=2,
     seconds=12.0,
+    peak_memory_bytes=10**9,
 )
 LINE = (
     "epoch 3/10  loss 0.1234  test loss 0.1000  accuracy 97.5%  loss scale 32768  skipped 2  "
@@ -26,6 +30,11 @@ LINE = (
 
 def test_epoch_line():
     assert format_epoch(RECORD, 10) == LINE
+
+
+def test_epoch_line_without_a_speed_where_nothing_was_trained():
+    record = dataclasses.replace(RECORD, images_per_second=math.nan)
+    assert format_epoch(record, 10) == LINE.removesuffix("  1140 images/s")
 
 
 @pytest.mark.parametrize(

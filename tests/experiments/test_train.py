@@ -1,7 +1,6 @@
 """The command as a user runs it, good and bad input."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,22 +17,28 @@ EPOCH_LINE = re.compile(
 )
 
 
-def run(*args, cwd=ROOT, **environment):
-    start = time.perf_counter()
-    result = subprocess.run(
-        [sys.executable, "-m", "experiments.train", *map(str, args)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    result.seconds = time.perf_counter() - start
-    assert "Traceback" not in result.stdout + result.stderr
-    return result
+@pytest.fixture
+def run(environment):
+    """Runs the command to its end."""
+
+    def run(*args, cwd=ROOT, **variables):
+        start = time.perf_counter()
+        result = subprocess.run(
+            [sys.executable, "-m", "experiments.train", *map(str, args)],
+            cwd=cwd,
+            env={**environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        result.seconds = time.perf_counter() - start
+        assert "Traceback" not in result.stdout + result.stderr
+        return result
+
+    return run
 
 
-def test_a_run_prints_and_writes_its_epochs(tmp_path, data_dir):
+def test_a_run_prints_and_writes_its_epochs(run, tmp_path, data_dir):
     args = ["--epochs", 2, "--data-dir", data_dir, *SMALL]
     result = run(*args, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -54,7 +59,7 @@ def test_a_run_prints_and_writes_its_epochs(tmp_path, data_dir):
     assert (out / "earlier-1" / "metrics.jsonl").read_text().count("\n") == 2
 
 
-def test_another_precision(tmp_path, data_dir):
+def test_another_precision(run, tmp_path, data_dir):
     args = ["--precision", "bfloat16", "--epochs", 1, "--data-dir", data_dir, "--out", tmp_path]
     result = run("digits", *args, *SMALL)
     assert result.returncode == 0, result.stderr
@@ -62,20 +67,39 @@ def test_another_precision(tmp_path, data_dir):
 
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])
-def test_training_that_cannot_go_on_stops_with_one_message(tmp_path, data_dir, precision):
+def test_training_that_cannot_go_on_stops_with_one_message(run, tmp_path, data_dir, precision):
     result = run(
         *("--precision", precision, "--learning-rate", 1e30, "--warmup-epochs", 0, "--epochs", 40),
         *("--max-consecutive-skips", 45, "--data-dir", data_dir, "--out", tmp_path),
-        *SMALL,
+        *("--checkpoint-every", 2, *SMALL),
     )
     assert result.returncode == 1, result.stdout
     assert "steps in a row were skipped" in result.stderr
-    assert "Lower --learning-rate" in result.stderr
+    assert "ower --learning-rate" in result.stderr
+    assert "Non-finite gradients, in the order of the backward pass: " in result.stderr
     if precision == "float16":
         assert "loss scale 6.10352e-05" in result.stderr
+        assert re.search(r"forward pass of that step overflows at \S+: \S+ makes", result.stderr)
+    # What was saved before is still there, and nothing of the end.
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    last_applied = min(line["step"] for line in trailing_skips(events)) - 1
+    saved = [line["step"] for line in events if line["event"] == "checkpoint"]
+    epoch_ends = {11 * epoch for epoch in range(1, 41)}
+    assert max((step for step in saved if step not in epoch_ends), default=0) <= last_applied
+    stop = events[-1]
+    assert stop["event"] == "stop" and stop["reason"] in result.stderr
 
 
-def test_help():
+def trailing_skips(events):
+    """The skips at the end of a run, one step after the other."""
+    skips = [line for line in events if line["event"] == "skip"]
+    start = len(skips) - 1
+    while start > 0 and skips[start - 1]["step"] == skips[start]["step"] - 1:
+        start -= 1
+    return skips[start:]
+
+
+def test_help(run):
     result = run("--help")
     assert result.returncode == 0
     assert "--precision {float16,bfloat16,float32}" in result.stdout
@@ -89,14 +113,14 @@ def test_help():
         (["--batch-size", "many"], "many"),
     ],
 )
-def test_wrong_arguments_end_with_code_2(args, expected):
+def test_wrong_arguments_end_with_code_2(run, args, expected):
     result = run(*args)
     assert result.returncode == 2
     assert expected in result.stderr
     assert result.seconds < 10
 
 
-def test_unreachable_data_says_what_to_download(tmp_path):
+def test_unreachable_data_says_what_to_download(run, tmp_path):
     # A proxy that is not there: no test may start a download of 170 MB.
     nowhere = "http://127.0.0.1:9"
     environment = {"HTTPS_PROXY": nowhere, "https_proxy": nowhere, "NO_PROXY": "", "no_proxy": ""}
@@ -106,7 +130,7 @@ def test_unreachable_data_says_what_to_download(tmp_path):
     assert str(tmp_path / "downloads" / "manual") in result.stderr
 
 
-def test_set_in_the_wrong_format(tmp_path):
+def test_set_in_the_wrong_format(run, tmp_path):
     prepared = tmp_path / "digits" / "1.0.0"
     prepared.mkdir(parents=True)
     (prepared / "dataset_info.json").write_text('{"name": "digits", "fileFormat": "tfrecord"}')
@@ -116,7 +140,7 @@ def test_set_in_the_wrong_format(tmp_path):
     assert str(prepared) in result.stderr
 
 
-def test_out_that_cannot_be_written(tmp_path):
+def test_out_that_cannot_be_written(run, tmp_path):
     (tmp_path / "file").write_text("")
     result = run("--out", tmp_path / "file" / "run")
     assert result.returncode == 1
@@ -124,7 +148,7 @@ def test_out_that_cannot_be_written(tmp_path):
     assert result.seconds < 10
 
 
-def test_batch_larger_than_the_set(tmp_path, data_dir):
+def test_batch_larger_than_the_set(run, tmp_path, data_dir):
     result = run("--batch-size", 2000, "--data-dir", data_dir, "--out", tmp_path, "--image-size", 8)
     assert result.returncode == 1
     assert "1437" in result.stderr

@@ -13,7 +13,8 @@ from flax import nnx
 import mpopt
 from experiments.augment import Augmentation
 from experiments.resnet import NORM_PARAMS, init_resnet
-from experiments.train_step import init_train_state, make_train_step, start_epoch
+from experiments.train_state import init_train_state, start_epoch
+from experiments.train_step import make_train_step
 
 PRECISIONS = ("float16", "bfloat16", "float32")
 AUGMENTATION = Augmentation(mean=(0.5,), std=(0.25,), crop_padding=1)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from tensorflow_datasets.image_classification import mnist
 
-from experiments.datasets.images import encode_png
-from experiments.datasets.preparation import Source
 from experiments.errors import UserError
+from experiments.inputs.datasets.images import encode_png
+from experiments.inputs.datasets.preparation import Source
 
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package `dataset-fashion-mnist` puts the four files."""

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from experiments.datasets.images import encode_png
-from experiments.datasets.preparation import Source
+from experiments.inputs.datasets.images import encode_png
+from experiments.inputs.datasets.preparation import Source
 
 NUM_TRAIN = 1437
 NUM_TEST = 360

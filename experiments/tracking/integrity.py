@@ -1,0 +1,78 @@
+"""What Orbax does not check of a checkpoint: dtypes, shapes and bytes of its leaves."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.errors import UserError
+
+
+class DamagedError(Exception):
+    """A checkpoint that cannot be read, or is not what was saved.
+
+    Args:
+        step: its step.
+        reason: what is wrong.
+    """
+
+    def __init__(self, step: int, reason: str) -> None:
+        """Makes the message."""
+        super().__init__(
+            f"the checkpoint of step {step} is damaged ({reason.split('. ')[0][:100]})"
+        )
+
+
+def describe_leaves(tree: Any) -> dict[str, list[Any]]:
+    """Describes each leaf by what Orbax does not check.
+
+    Args:
+        tree: a tree of arrays.
+
+    Returns:
+        Dtype, shape and CRC-32 of the bytes, by key path.
+    """
+    leaves = jax.tree.flatten_with_path(jax.device_get(tree))[0]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): [
+            str(leaf.dtype),
+            list(leaf.shape),
+            zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8)),
+        ]
+        for path, leaf in ((path, np.asarray(leaf)) for path, leaf in leaves)
+    }
+
+
+def check_leaves(step: int, leaves: Mapping[str, Any], template: Any) -> None:
+    """Compares a checkpoint's leaves with those that a run needs.
+
+    Args:
+        step: the checkpoint's.
+        leaves: from :func:`describe_leaves`, saved with it.
+        template: the run's state.
+
+    Raises:
+        UserError: names the first leaf that is missing, too many, or of another dtype or shape.
+    """
+    flat = jax.tree.flatten_with_path(template)[0]
+    wanted = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): [
+            str(leaf.dtype),
+            list(leaf.shape),
+        ]
+        for path, leaf in flat
+    }
+    saved = {path: list(described[:2]) for path, described in leaves.items()}
+    for path in sorted(wanted.keys() | saved.keys()):
+        if wanted.get(path) != saved.get(path):
+            sides = [
+                "absent" if side is None else f"{side[0]}{side[1]}"
+                for side in (saved.get(path), wanted.get(path))
+            ]
+            raise UserError(
+                f"The checkpoint of step {step} is of another model, precision or version: leaf "
+                f"{path} is {sides[0]} in it and {sides[1]} in this run. Use the options that it "
+                "was made with, or another --out."
+            )
