@@ -256,7 +256,8 @@ def check_state_kept(old: PyTree, new: PyTree) -> PyTree:
     if jax.tree.structure(new) != treedef:
         raise ValueError(
             "The inner optimizer's update changes the structure of its state from "
-            f"{treedef} to {jax.tree.structure(new)}. A step cannot be skipped then."
+            f"{treedef} to {jax.tree.structure(new)}. A step cannot be skipped then, nor can "
+            "lax.scan carry the state. optax.monitor does this; optax.snapshot does not."
         )
     leaves = []
     for (path, before), after in zip(pairs, jax.tree.leaves(new), strict=True):

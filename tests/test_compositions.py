@@ -338,6 +338,15 @@ def test_conditional_mask_around_it_fails_at_the_first_trace():
         jax.jit(tx.update)(fill(params, SCALE), tx.init(params), params)
 
 
+@pytest.mark.skipif(not hasattr(optax, "monitor"), reason="optax is older than 0.2.7")
+def test_monitor_changes_its_state_and_is_refused_with_the_remedy():
+    measures = {"norm": optax.measure_with_ema(optax.tree.norm, 0.9)}
+    tx = mpopt.mixed_precision(optax.chain(optax.monitor(measures), optax.sgd(0.1)))
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match="changes the structure of its state.*optax.snapshot"):
+        jax.jit(tx.update)(params, tx.init(params), params)
+
+
 def test_lookahead_goes_around_it_with_slow_weights_in_float32():
     tx = optax.lookahead(wrapped(optax.sgd(0.1)), sync_period=2, slow_step_size=0.5)
     params = optax.LookaheadParams(fast={"w": jnp.ones(2, jnp.float16)}, slow={"w": jnp.ones(2)})
