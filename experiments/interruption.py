@@ -70,7 +70,8 @@ class Interruption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self._is_deferred and self.requested is None:
-            self.requested = number
-        else:
+        waits = self._is_deferred and self.requested is None
+        # Set in either case: Python drops an exception that is raised inside a destructor.
+        self.requested = number
+        if not waits:
             raise Interrupted(number)

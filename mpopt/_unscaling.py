@@ -13,6 +13,9 @@ from mpopt._masters import upcast
 
 PyTree = Any
 
+# More save few kernels and take longer to compile.
+_LEAVES_PER_REDUCTION = 8
+
 
 def divide(grads: PyTree, scale: jax.Array) -> PyTree:
     """Divides by the scale, exactly where it is a power of two.
@@ -52,7 +55,11 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
 
 def finite_leaves(grads: PyTree, axis_name: str | Sequence[str] | None) -> jax.Array:
     """Tells for each leaf whether all its elements are finite, on all devices of `axis_name`."""
-    flags = [_all_finite(g) for g in jax.tree.leaves(grads)]
+    leaves = jax.tree.leaves(grads)
+    flags: list[Any] = [None] * len(leaves)
+    for indices in _groups(leaves):
+        for index, flag in zip(indices, _all_finite([leaves[i] for i in indices]), strict=True):
+            flags[index] = flag
     finite = jnp.stack(flags) if flags else jnp.zeros(0, jnp.bool_)
     if axis_name is None:
         return finite
@@ -60,7 +67,37 @@ def finite_leaves(grads: PyTree, axis_name: str | Sequence[str] | None) -> jax.A
     return lax.pmin(finite.astype(jnp.int32), axis_names) > 0
 
 
-def _all_finite(x: jax.Array) -> jax.Array:
+def _groups(leaves: Sequence[Any]) -> list[list[int]]:
+    """Groups the indices of leaves that one reduction can go over.
+
+    Those of one shape on one device. Leaves on a mesh stay alone: there a reduction over several
+    moves them to one sharding, and gathers its flags one by one instead of in one all-reduce.
+    """
+    groups: dict[Any, list[list[int]]] = {}
+    for index, leaf in enumerate(leaves):
+        on_mesh = not jax.typeof(leaf).sharding.mesh.empty
+        chunks = groups.setdefault((leaf.shape, index if on_mesh else None), [[]])
+        if len(chunks[-1]) == _LEAVES_PER_REDUCTION:
+            chunks.append([])
+        chunks[-1].append(index)
+    return [chunk for chunks in groups.values() for chunk in chunks]
+
+
+def _all_finite(leaves: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Tells for each of some leaves of one shape whether all its elements are finite.
+
+    One reduction over several operands is one or two GPU kernels; one for each leaf is as many for
+    each.
+    """
+    return lax.reduce(
+        tuple(_is_finite(leaf) for leaf in leaves),
+        (np.bool_(True),) * len(leaves),
+        lambda a, b: tuple(lax.bitwise_and(x, y) for x, y in zip(a, b, strict=True)),
+        tuple(range(leaves[0].ndim)),
+    )
+
+
+def _is_finite(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
-        return _all_finite(x.real) & _all_finite(x.imag)
-    return lax.reduce(lax.is_finite(x), np.bool_(True), lax.bitwise_and, tuple(range(x.ndim)))
+        return lax.bitwise_and(lax.is_finite(x.real), lax.is_finite(x.imag))
+    return lax.is_finite(x)

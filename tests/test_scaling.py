@@ -1,5 +1,6 @@
 """Loss scaling: scaled losses, unscaled gradients, skipped steps."""
 
+import re
 from functools import partial
 
 import jax
@@ -362,6 +363,21 @@ def test_one_bad_element_is_found(position):
     grads["b"] = grads["b"].at[position].set(-jnp.inf)
     _, state = jax.jit(tx.update)(grads, tx.init(params), params)
     assert not mpopt.grads_finite(state)
+
+
+@pytest.mark.parametrize("bad", [0, 7, 8, 19])
+def test_each_of_many_leaves_of_one_shape_is_told_apart(bad):
+    # One reduction goes over several of them.
+    params = {f"layer_{i:02d}": jnp.zeros((3, 2), jnp.float16) for i in range(20)}
+    params["other"] = jnp.zeros(5, jnp.float16)
+    tx = mpopt.mixed_precision(optax.sgd(0.1))
+    grads = jax.tree.map(jnp.ones_like, params)
+    name = f"layer_{bad:02d}"
+    grads[name] = grads[name].at[2, 1].set(-jnp.inf)
+    _, state = jitted_step(tx)(params, tx.init(params), grads)
+    assert mpopt.nonfinite_params(state, params) == [name]
+    program = str(jax.make_jaxpr(tx.update)(grads, state, params))
+    assert len(re.findall(r"= reduce\[", program)) == 4  # 8 + 8 + 4 of them, and the other
 
 
 def test_gradient_that_overflows_when_unscaled_is_skipped():

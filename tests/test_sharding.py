@@ -1,5 +1,6 @@
 """Devices agree whether to skip: axis_name under shard_map and pmap, on virtual CPU devices."""
 
+import re
 from functools import partial
 
 import jax
@@ -148,3 +149,17 @@ def test_under_plain_jit_no_axis_is_needed():
     assert not mpopt.grads_finite(new_state)
     assert not np.any(np.asarray(updates["w"]))
     assert_same_bits(new_state.inner_state, state.inner_state)
+
+
+def test_finite_check_of_sharded_leaves_is_one_all_reduce():
+    # One reduction over leaves of different shardings would move whole gradients.
+    tx = mpopt.mixed_precision(optax.sgd(0.1))
+    layouts = {"rows": P("data", None), "columns": P(None, "data"), "whole": P()}
+    params = {
+        name: jax.device_put(jnp.ones((8, 8), jnp.float16), NamedSharding(mesh(), spec))
+        for name, spec in layouts.items()
+    }
+    state = tx.init(params)
+    program = jax.jit(tx.update).lower(params, state, params).compile().as_text()
+    found = re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?\(", program)
+    assert found == ["all-reduce"]

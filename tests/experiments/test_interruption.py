@@ -30,3 +30,16 @@ def test_former_handlers_are_put_back():
     with Interruption():
         assert [signal.getsignal(number) for number in Interruption.SIGNALS] != before
     assert [signal.getsignal(number) for number in Interruption.SIGNALS] == before
+
+
+class InterruptedAtItsEnd:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_signal_that_a_destructor_swallows_is_seen_by_the_loop():
+    with Interruption() as interruption:
+        InterruptedAtItsEnd()
+        with interruption.deferred():
+            assert interruption.requested == signal.SIGTERM
