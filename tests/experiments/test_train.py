@@ -43,7 +43,8 @@ def test_a_run_prints_and_writes_its_epochs(run, tmp_path, data_dir):
     result = run(*args, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert len(EPOCH_LINE.findall(result.stdout)) == 2
-    assert result.stderr == ""
+    # jax 0.10 complains of the machine when it takes a program from the cache of this machine.
+    assert [line for line in result.stderr.splitlines() if "cpu_aot_loader" not in line] == []
     out = tmp_path / "runs" / "digits-float16"
     config = json.loads((out / "config.json").read_text())
     assert (config["precision"], config["epochs"], config["width"]) == ("float16", 2, 2)
