@@ -1,10 +1,12 @@
 """Runs that are stopped, killed and resumed: the end is the undisturbed run's, bit for bit."""
 
+import contextlib
 import json
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,24 +23,35 @@ LOSS_SCALE = ["--initial-loss-scale", 2**24, "--growth-interval", "7"]
 
 @pytest.fixture
 def train(environment, data_dir):
-    """Starts the command; the output of the process is what it prints to either stream."""
+    """Starts the command; see `printed` for what it prints to either stream."""
+    with contextlib.ExitStack() as files:
 
-    def start(*args):
-        command = [sys.executable, "-m", "experiments.train", "--data-dir", data_dir]
-        return subprocess.Popen(
-            [*map(str, command), *map(str, args)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        def start(*args):
+            # A file, not a pipe: a pipe that nobody reads stops the process when it is full.
+            output = files.enter_context(tempfile.TemporaryFile("w+"))
+            command = [sys.executable, "-m", "experiments.train", "--data-dir", data_dir]
+            process = subprocess.Popen(
+                [*map(str, command), *map(str, args)],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            process.output = output
+            return process
 
-    return start
+        yield start
+
+
+def printed(process, timeout):
+    """What the process has printed when it ends."""
+    process.wait(timeout=timeout)
+    process.output.seek(0)
+    return process.output.read()
 
 
 def end(process, code=0):
-    output, _ = process.communicate(timeout=300)
+    output = printed(process, timeout=300)
     assert process.returncode == code, output
     assert "Traceback" not in output
     return output
@@ -59,7 +72,7 @@ def wait_for_event(out, event, step, process):
                 if record["event"] == event and record["step"] >= step:
                     return
         time.sleep(0.01)
-    raise AssertionError(f"no {event} from step {step} on: {process.communicate()[0]}")
+    raise AssertionError(f"no {event} from step {step} on: {printed(process, timeout=1)}")
 
 
 def final_state(out):
@@ -174,12 +187,12 @@ def test_twenty_kills_at_random_moments_change_nothing(tmp_path, train):
         else:
             time.sleep(rng.uniform(1, 4))
         process.kill()
-        output, _ = process.communicate(timeout=60)
+        output = printed(process, timeout=60)
         assert process.returncode == -signal.SIGKILL, output
         assert "Traceback" not in output
         reached.append(max((int(d.name) for d in checkpoints(out)), default=0))
     assert reached == sorted(reached)  # No kill loses a checkpoint.
-    assert len(set(reached)) > 1  # More where the machine is quiet.
+    assert len(set(reached)) > kills // 2
     assert 0 < reached[-1] < epochs * STEPS_PER_EPOCH  # The kills fell inside the run.
     end(train(*args, "--out", out, "--resume"))
     assert_same_run(out, tmp_path / "control")
@@ -199,4 +212,4 @@ def wait_until_running(out, num_events, process):
             if text.count("\n") != num_events:
                 return
         time.sleep(0.01)
-    raise AssertionError(process.communicate()[0])
+    raise AssertionError(printed(process, timeout=1))
