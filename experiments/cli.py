@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import tyro
 
-from experiments.config import PRESETS, TrainConfig
+from experiments.config import TrainConfig
+from experiments.presets import PRESETS
 
 
 def parse_config(args: Sequence[str], prog: str) -> TrainConfig:

@@ -1,10 +1,11 @@
 """SIGINT and SIGTERM: at once while there is nothing to save, else after the step under way."""
 
+import abc
 import contextlib
 import signal
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from experiments.errors import UserError
 
@@ -26,27 +27,26 @@ class Interrupted(UserError):
         self.exit_code = 128 + signal_number
 
 
-class Interruption:
-    """Handles the two signals while its context lasts.
-
-    Outside :meth:`deferred` a signal raises :class:`Interrupted` at once. Inside, the first one
-    only sets `requested`, for the loop to look at, and a second one raises.
+class SignalHandlers(abc.ABC):
+    """Handles signals while its context lasts.
 
     Attributes:
         requested: the signal that has come, or None.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS: ClassVar[tuple[int, ...]]
 
     def __init__(self) -> None:
         """Prepares; entering the context installs the handlers."""
         self.requested: int | None = None
-        self._is_deferred = False
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         """Installs the handlers."""
-        self._former = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        for number in self.SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # Started by nohup.
+            self._former[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -58,6 +58,24 @@ class Interruption:
         """Puts the former handlers back."""
         for number, handler in self._former.items():
             signal.signal(number, handler)
+
+    @abc.abstractmethod
+    def _handle(self, number: int, frame: FrameType | None) -> None: ...
+
+
+class Interruption(SignalHandlers):
+    """Handles SIGINT and SIGTERM while its context lasts.
+
+    Outside :meth:`deferred` a signal raises :class:`Interrupted` at once. Inside, the first one
+    only sets `requested`, for the loop to look at, and a second one raises.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        """Prepares; entering the context installs the handlers."""
+        super().__init__()
+        self._is_deferred = False
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:

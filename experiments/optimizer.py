@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 import mpopt
-from experiments.config import TrainConfig
+from experiments.config import MAX_LOSS_SCALE, MIN_LOSS_SCALE, TrainConfig
 from experiments.resnet import NORM_PARAMS
 
 
@@ -37,7 +37,10 @@ def make_loss_scale(config: TrainConfig) -> mpopt.LossScale:
     """
     if config.precision == "float16":
         return mpopt.dynamic_loss_scale(
-            initial=config.initial_loss_scale, growth_interval=config.growth_interval
+            initial=config.initial_loss_scale,
+            growth_interval=config.growth_interval,
+            min_scale=MIN_LOSS_SCALE,
+            max_scale=MAX_LOSS_SCALE,
         )
     return mpopt.static_loss_scale(1.0)
 

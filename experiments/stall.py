@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mpopt
-from experiments.config import TrainConfig
+from experiments.config import MIN_LOSS_SCALE, TrainConfig
 from experiments.diagnosis import Overflow, backward_order, find_overflow, order_names
 from experiments.errors import UserError
 from experiments.steps import Progress
@@ -13,9 +13,6 @@ from experiments.train_state import TrainState
 
 MAX_NONFINITE_STEPS = 5
 """Steps in a row without a finite gradient at a loss scale that cannot fall any further."""
-
-MIN_LOSS_SCALE = 2.0**-14
-"""The floor of the dynamic loss scale."""
 
 Batch = Sequence[Any]
 Diagnose = Callable[[], tuple[list[str], Overflow | None]]

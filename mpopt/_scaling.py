@@ -214,7 +214,15 @@ def find_loss_scale_state(opt_state: PyTree) -> WithLossScaleState:
     Raises:
         ValueError: where there is none, or several, or one inside a wrapper that belongs inside.
     """
-    found = _tree.find_states(opt_state, WithLossScaleState)
+    nodes = _tree.find_states(opt_state, (WithLossScaleState, *_INSIDE_ONLY))
+    found = [node for node in nodes if isinstance(node, WithLossScaleState)]
+    for node in nodes:
+        call = _INSIDE_ONLY.get(type(node))
+        if call is not None and _tree.find_states(node, WithLossScaleState):
+            raise ValueError(
+                f"{call.partition('(')[0]} is around the loss scale, where it meets scaled "
+                f"gradients and overflows. It goes inside: mpopt.mixed_precision({call})."
+            )
     if len(found) != 1:
         reason = (
             "holds no loss scale: make the optimizer with mpopt.mixed_precision or "
@@ -224,13 +232,6 @@ def find_loss_scale_state(opt_state: PyTree) -> WithLossScaleState:
             "state that is meant"
         )
         raise ValueError(f"The optimizer state {reason}.")
-    for around in _tree.find_states(opt_state, tuple(_INSIDE_ONLY)):
-        if _tree.find_states(around, WithLossScaleState):
-            call = next(call for kind, call in _INSIDE_ONLY.items() if isinstance(around, kind))
-            raise ValueError(
-                f"{call.partition('(')[0]} is around the loss scale, where it meets scaled "
-                f"gradients and overflows. It goes inside: mpopt.mixed_precision({call})."
-            )
     state = found[0]
     fields = {
         name: jax.tree.map(_tree.unwrap, value, is_leaf=_tree.is_variable)

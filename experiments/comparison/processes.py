@@ -7,49 +7,28 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
 
-from experiments.interruption import Interrupted
+from experiments.interruption import Interrupted, SignalHandlers
 from experiments.tracking.run_dir import LOCK_FILE
 
 MAX_MESSAGE_LINES = 8
 
 
-class TrainingProcesses:
+class TrainingProcesses(SignalHandlers):
     """Runs trainings, and passes SIGINT, SIGTERM and SIGHUP on to the one under way.
 
     Use it as a context manager. A signal that comes while no training is under way raises
     :class:`Interrupted` at once.
-
-    Attributes:
-        requested: the signal that has come, or None.
     """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         """Prepares; entering the context installs the handlers."""
-        self.requested: int | None = None
+        super().__init__()
         self._is_running = False
         self._child: subprocess.Popen[str] | None = None
-        self._former: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        """Installs the handlers."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # Started by nohup.
-            self._former[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Puts the former handlers back."""
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
 
     def run(self, command: Sequence[str]) -> tuple[int, str]:
         """Runs a command to its end; what it prints goes on as it comes.

@@ -7,10 +7,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from experiments.config import Precision, TrainConfig
+from experiments.config import Precision
 from experiments.errors import UserError
 from experiments.tracking.journal import Journal
-from experiments.tracking.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
+from experiments.tracking.run_dir import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    differing_options,
+)
 
 OWN_OPTIONS = frozenset(
     {"precision", "seed", "out", "data_dir", "resume", "checkpoint_every", "keep"}
@@ -156,12 +161,7 @@ def check_same_settings(run: RunRecord, expected: Mapping[str, Any], where: str)
     Raises:
         UserError: names the options that differ.
     """
-    names = (field.name for field in dataclasses.fields(TrainConfig))
-    differing = {
-        "--" + name.replace("_", "-"): (run.config.get(name), expected.get(name))
-        for name in names
-        if name not in OWN_OPTIONS and run.config.get(name) != expected.get(name)
-    }
+    differing = differing_options(run.config, expected, OWN_OPTIONS)
     if differing:
         listed = "; ".join(
             f"{option} is {there} there and {here} {where}"

@@ -1,6 +1,7 @@
 """An image set in memory: decoded once to uint8, and its statistics."""
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.files import replacing
 from experiments.inputs.datasets.prepared import PreparedSet
 from experiments.inputs.records import Records
 
@@ -183,12 +185,8 @@ def _cache_path(prepared: PreparedSet, records: Records, data_dir: Path) -> Path
 
 
 def _save(path: Path, write: Callable[[Any], Any]) -> None:
-    """Writes a file so that a reader sees all of it or none; a read-only directory is fine."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    """Keeps what was computed, where the directory can be written."""
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with replacing(path, "wb") as file:
             write(file)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import UserError
+from experiments.files import replacing
 
 
 class Journal:
@@ -94,15 +95,10 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         UserError: where it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w") as file:
+        with replacing(path, "w") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise _cannot_write(path, error) from error
 
 

@@ -5,11 +5,11 @@ import fcntl
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.config import TrainConfig
+from experiments.config import TrainConfig, option_name
 from experiments.errors import UserError
 from experiments.tracking.journal import Journal, write_whole
 
@@ -200,6 +200,26 @@ def config_values(config: TrainConfig) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
+def differing_options(
+    saved: Mapping[str, Any], wanted: Mapping[str, Any], free: Collection[str]
+) -> dict[str, tuple[Any, Any]]:
+    """Compares two configurations.
+
+    Args:
+        saved: from :func:`config_values`, with or without further entries.
+        wanted: likewise.
+        free: names of fields that may differ.
+
+    Returns:
+        Both values, by the option's name, where they differ.
+    """
+    return {
+        option_name(field.name): (saved.get(field.name), wanted.get(field.name))
+        for field in dataclasses.fields(TrainConfig)
+        if field.name not in free and saved.get(field.name) != wanted.get(field.name)
+    }
+
+
 def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: str) -> None:
     """Compares the configuration of a run with the one it shall go on with.
 
@@ -211,18 +231,13 @@ def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: str) ->
     Raises:
         UserError: names the options that differ.
     """
-    differing = {
-        name: (saved.get(name), value)
-        for name, value in config_values(config).items()
-        if name not in FREE_OPTIONS and saved.get(name) != value
-    }
+    differing = differing_options(saved, config_values(config), FREE_OPTIONS)
     # A longer run is the same so far, unless the number of epochs shapes the learning rate.
     if config.schedule != "constant" and saved.get("epochs") != config.epochs:
-        differing["epochs"] = (saved.get("epochs"), config.epochs)
+        differing[option_name("epochs")] = (saved.get("epochs"), config.epochs)
     if differing:
         listed = "; ".join(
-            f"--{name.replace('_', '-')} was {former}, is {now}"
-            for name, (former, now) in differing.items()
+            f"{option} was {former}, is {now}" for option, (former, now) in differing.items()
         )
         raise UserError(
             f"--resume: {where} was made with other options: {listed}. Use the same ones, or "

@@ -46,7 +46,7 @@ class Session:
         self._checkpointer: Checkpointer | None = None
         self._tensorboard: TensorBoardWriter | None = None
         self._reader: StepReader | None = None
-        self._is_due = False
+        self._saved_step = 0
         self._start = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class Session:
         first_step = 0
         restored = self._restore(state, step_key) if self._config.resume else None
         if restored is not None:
-            first_step = restored.step
+            first_step = self._saved_step = restored.step
             state = restored.state["train_state"]
             step_key = jax.random.wrap_key_data(restored.state["step_key"], impl="rbg")
             self.epochs_done = restored.metadata["epochs_done"]
@@ -140,11 +140,10 @@ class Session:
         """Returns whether `--checkpoint-every` asks for a checkpoint that is not saved yet.
 
         Args:
-            step: the steps taken; to be called after each.
+            step: the steps taken.
         """
         every = self._config.checkpoint_every
-        self._is_due = self._is_due or (every > 0 and step % every == 0)
-        return self._is_due
+        return every > 0 and step // every > self._saved_step // every
 
     def look(self, state: TrainState, diagnose: Diagnose) -> Progress:
         """Fetches and records the steps since the last look; due every `LOG_STEPS` steps.
@@ -198,7 +197,7 @@ class Session:
             UserError: where a checkpoint cannot be written.
         """
         assert self._checkpointer is not None and self._tensorboard is not None
-        self._is_due = False
+        self._saved_step = step
         self._tensorboard.flush()
         self._run_dir.events.append({"event": "checkpoint", "step": step})
         self._checkpointer.save(

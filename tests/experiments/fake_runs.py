@@ -5,7 +5,7 @@ import json
 import math
 import random
 
-from experiments.config import PRESETS
+from experiments.presets import PRESETS
 from experiments.tracking.journal import Journal
 from experiments.tracking.run_dir import config_values
 

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from experiments.cli import parse_config
-from experiments.config import PRESETS, TrainConfig
+from experiments.config import TrainConfig
 from experiments.errors import UsageError
+from experiments.presets import PRESETS
 
 
 def parse(*args):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mpopt
-from experiments.config import PRESETS
 from experiments.optimizer import make_loss_scale, make_optimizer, make_policy, make_schedule
+from experiments.presets import PRESETS
 
 DIGITS = PRESETS["digits"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import PRESETS
 from experiments.errors import UserError
+from experiments.presets import PRESETS
 from experiments.tracking.run_dir import EpochRecord, RunDir, check_same_run, config_values
 
 RECORD = EpochRecord(

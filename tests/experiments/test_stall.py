@@ -8,9 +8,9 @@ import pytest
 
 import mpopt
 from experiments.augment import Augmentation
-from experiments.config import PRESETS
 from experiments.diagnosis import Overflow
 from experiments.optimizer import make_optimizer, make_policy
+from experiments.presets import PRESETS
 from experiments.resnet import init_resnet
 from experiments.stall import MIN_LOSS_SCALE, StalledError, check_progress, diagnose_step
 from experiments.steps import Progress, StepReader, StepRecord
