@@ -39,7 +39,7 @@ def describe_leaves(tree: Any) -> dict[str, list[Any]]:
         jax.tree_util.keystr(path, simple=True, separator="/"): [
             str(leaf.dtype),
             list(leaf.shape),
-            zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8)),
+            zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data),
         ]
         for path, leaf in ((path, np.asarray(leaf)) for path, leaf in leaves)
     }
