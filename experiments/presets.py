@@ -20,8 +20,8 @@ class Digits(TrainConfig):
 
     Command: python -m experiments.train
 
-    Expected: 97.4 % test accuracy in float16, 96.8 % in float32 (means of seeds 0, 1 and 2, writers
-    held out), in about 2 minutes on 2 CPU cores.
+    Expected: 96.3 % test accuracy in float16, 97.3 % in bfloat16, 96.9 % in float32 (means of seeds
+    0, 1 and 2, writers held out), in about 100 seconds on 2 CPU cores.
     """
 
     preset: Annotated[Preset, tyro.conf.Positional] = "digits"
