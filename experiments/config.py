@@ -1,7 +1,6 @@
 """The typed configuration of a run."""
 
 import dataclasses
-import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +15,11 @@ Schedule = Literal["constant", "cosine", "step"]
 
 MIN_LOSS_SCALE, MAX_LOSS_SCALE = 2.0**-14, 2.0**24
 """The range of the dynamic loss scale."""
+
+MAX_FLOAT32 = (2 - 2.0**-23) * 2.0**127
+
+MAX_LOADER_WORKERS = 128
+"""Each takes 100 MB: a slip of the keyboard would take all memory of a machine."""
 
 
 def _path_option(default: str) -> Any:
@@ -62,7 +66,7 @@ class TrainConfig:
     """resident: the whole set on the device; streamed: read by other processes as it is needed;
     auto: resident where the decoded set takes at most a quarter of the device's memory."""
     loader_workers: int = 2
-    """Processes that read a streamed set; 0 for threads of this process."""
+    """Processes that read a streamed set, 0 to 128; 0 for threads of this process."""
 
     image_size: int = 32
     """Height and width that images are resized to, from their central square."""
@@ -110,13 +114,22 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Checks the values."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            # What float32 and int32 hold: the program computes with these.
+            if isinstance(value, float):
+                self._require(field.name, abs(value) <= MAX_FLOAT32, "finite in float32")
+            elif isinstance(value, int) and field.name != "seed":
+                self._require(field.name, value < 2**31, "less than 2**31")
         for name in ("epochs", "batch_size", "image_size", "width", "growth_interval", "keep"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in (
             *("crop_padding", "weight_decay", "warmup_epochs", "max_consecutive_skips"),
-            *("checkpoint_every", "loader_workers", "cutout"),
+            *("checkpoint_every", "cutout"),
         ):
             self._require(name, getattr(self, name) >= 0, "at least 0")
+        workers_are_few = 0 <= self.loader_workers <= MAX_LOADER_WORKERS
+        self._require("loader_workers", workers_are_few, f"between 0 and {MAX_LOADER_WORKERS}")
         sizes_are_valid = len(self.stage_sizes) > 0 and min(self.stage_sizes) >= 1
         self._require("stage_sizes", sizes_are_valid, "one or more numbers of at least 1")
         self._require("seed", 0 <= self.seed < 2**32, "between 0 and 2**32 - 1")
@@ -125,9 +138,11 @@ class TrainConfig:
         steps = (0, *self.step_epochs)
         steps_rise = len(steps) > 1 and all(a < b for a, b in zip(steps, steps[1:], strict=False))
         self._require("step_epochs", steps_rise, "one or more rising numbers above 0")
+        padding_fits = self.crop_padding <= self.image_size
+        self._require("crop_padding", padding_fits, "at most --image-size")
         is_possible = self.input != "resident" or not self.random_resized_crop
         self._require("input", is_possible, "auto or streamed with --random-resized-crop")
-        self._require("learning_rate", 0 < self.learning_rate < math.inf, "finite and above 0")
+        self._require("learning_rate", self.learning_rate > 0, "above 0")
         scale_is_valid = MIN_LOSS_SCALE <= self.initial_loss_scale <= MAX_LOSS_SCALE
         self._require("initial_loss_scale", scale_is_valid, "between 2**-14 and 2**24")
 

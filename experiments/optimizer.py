@@ -10,6 +10,9 @@ import mpopt
 from experiments.config import MAX_LOSS_SCALE, MIN_LOSS_SCALE, TrainConfig
 from experiments.resnet import NORM_PARAMS
 
+LAST_STEP = 2**31 - 1
+"""Where optax's counter of steps, an int32, stays."""
+
 
 def make_policy(config: TrainConfig) -> mpopt.Policy:
     """Returns the dtypes of a run: everything in the precision asked for, but the norm layers.
@@ -55,7 +58,7 @@ def make_schedule(config: TrainConfig, steps_per_epoch: int) -> optax.Schedule:
     Returns:
         The schedule.
     """
-    warmup_steps = round(config.warmup_epochs * steps_per_epoch)
+    warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), LAST_STEP)
     # A run shorter than its warm-up only warms up.
     decay_steps = max(config.epochs * steps_per_epoch - warmup_steps, 1)
     if config.schedule == "cosine":
@@ -63,7 +66,8 @@ def make_schedule(config: TrainConfig, steps_per_epoch: int) -> optax.Schedule:
     elif config.schedule == "step":
         boundaries = [epoch * steps_per_epoch - warmup_steps for epoch in config.step_epochs]
         after = optax.piecewise_constant_schedule(
-            config.learning_rate, {boundary: 0.1 for boundary in boundaries}
+            config.learning_rate,
+            {boundary: 0.1 for boundary in boundaries if boundary <= LAST_STEP},
         )
     else:
         after = optax.constant_schedule(config.learning_rate)

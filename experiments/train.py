@@ -1,6 +1,7 @@
 """Trains a ResNet-50 in float16, bfloat16 or float32: `python -m experiments.train --help`."""
 
 import contextlib
+import errno
 import math
 import sys
 import time
@@ -112,6 +113,13 @@ def train(
             f"test accuracy {100 * record.test_accuracy:.1f}% after {record.seconds:.0f} s; "
             f"metrics in {run_dir.path}"
         )
+        # Not after every epoch: statistics of the first ones may overflow and recover.
+        if not math.isfinite(record.test_loss):
+            raise UserError(
+                f"The training ended with a test loss of {record.test_loss} after "
+                f"{record.total_skips} skipped steps. Lower --learning-rate or --weight-decay, or "
+                "add --warmup-epochs."
+            )
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -137,6 +145,11 @@ def main(args: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {error}. Free some space, and go on with --resume.", file=sys.stderr)
+        return 1
     return 0
 
 

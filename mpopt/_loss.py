@@ -28,8 +28,8 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
 
     Raises:
         ValueError: where `opt_state` holds no loss scale, or several, or one inside a wrapper
-            that belongs inside it (`optax.MultiSteps`, `optax.apply_if_finite`); or the loss is
-            no float.
+            that belongs inside it (`optax.MultiSteps`, `optax.apply_if_finite`); the scale is no
+            float32; or the loss is no float.
 
     Example:
         >>> import jax
@@ -45,8 +45,14 @@ def scale_loss(loss: jax.Array, opt_state: PyTree) -> jax.Array:
     """
     dtype = _tree.leaf_dtype(loss)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"The loss must be a real float, got {dtype or type(loss).__name__}.")
+        raise ValueError(
+            f"The loss must be a real float, got {dtype or type(loss).__name__}. Where a function "
+            "returns (loss, aux), scale the loss alone: mpopt.value_and_grad(fun, has_aux=True)."
+        )
     scale = find_loss_scale_state(opt_state).loss_scale_state.loss_scale
+    _tree.check_state_dtype("loss_scale", scale, jnp.float32)
+    # A float that was set by hand has no dtype to convert from outside jit.
+    scale = jnp.asarray(scale, jnp.float32)
     return _scale_derivative(jnp.asarray(loss, jnp.promote_types(dtype, jnp.float32)), scale)
 
 

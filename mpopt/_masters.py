@@ -67,8 +67,8 @@ def with_master_params(
         already (their masters are the upcast). `update` needs `params`.
 
     Raises:
-        ValueError: `init` and `update` name the leaf and the remedy where a tree or a dtype is
-            not what they were promised.
+        ValueError: where `policy` is no policy; `init` and `update` name the leaf and the remedy
+            where a tree or a dtype is not what they were promised.
 
     Example:
         >>> import jax.numpy as jnp
@@ -87,6 +87,8 @@ def with_master_params(
         Micikevicius et al., `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
     inner = as_transformation(inner)
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy must be an mpopt.Policy, got {policy!r}.")
 
     def init_fn(params: PyTree) -> WithMasterParamsState:
         _tree.check_float_widths(params)

@@ -267,8 +267,9 @@ def check_state_kept(old: PyTree, new: PyTree) -> PyTree:
             raise ValueError(
                 f"The inner optimizer's update turns its state leaf {path!r} from "
                 f"{dtypes[0]}{list(shapes[0])} into {dtypes[1]}{list(shapes[1])}. Give the inner "
-                "optimizer explicit dtypes (accumulator_dtype=, mu_dtype=). If opt_state comes "
-                "from a checkpoint, restore it into jax.eval_shape(tx.init, params)."
+                "optimizer explicit dtypes (accumulator_dtype=, mu_dtype=), and gradients of at "
+                "most float32. If opt_state comes from a checkpoint, restore it into "
+                "jax.eval_shape(tx.init, params)."
             )
         leaves.append(strong(jnp.asarray(after)))
     return jax.tree.unflatten(treedef, leaves)
@@ -289,8 +290,9 @@ def check_state_dtype(path: str, leaf: Any, dtype: Any) -> None:
     if leaf_dtype(leaf) != dtype:
         raise ValueError(
             f"opt_state leaf {path!r} is {leaf_dtype(leaf)}, but tx.init makes it "
-            f"{jnp.dtype(dtype)}. Was a checkpoint restored into a template of other dtypes? Make "
-            "the template with jax.eval_shape(tx.init, params) for the params that tx.init got."
+            f"{jnp.dtype(dtype)}. Was it set by hand? Give the value that dtype. Was a checkpoint "
+            "restored into a template of other dtypes? Make the template with "
+            "jax.eval_shape(tx.init, params) for the params that tx.init got."
         )
 
 

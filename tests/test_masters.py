@@ -594,3 +594,9 @@ def test_inner_state_that_changes_its_structure_is_refused():
     tx, state = masters_of({"w": jnp.ones(2)}, inner=inner)
     with pytest.raises(ValueError, match="changes the structure of its state from"):
         tx.update({"w": jnp.ones(2)}, state, {"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("policy", [jnp.float16, "float16", {"param_dtype": jnp.float16}])
+def test_what_is_no_policy_is_refused(policy):
+    with pytest.raises(ValueError, match=r"policy must be an mpopt\.Policy, got "):
+        mpopt.mixed_precision(optax.sgd(0.1), policy=policy)

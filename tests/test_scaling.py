@@ -124,6 +124,17 @@ def test_loss_that_is_no_real_float_is_refused(loss, kind):
         mpopt.scale_loss(loss, STATE)
 
 
+@pytest.mark.parametrize("run", [jax.jit, lambda f: f])
+def test_scale_set_by_hand_is_a_float(run):
+    def gradient(state):
+        return jax.grad(lambda x: mpopt.scale_loss(x, state))(jnp.float32(1.0))
+
+    assert float(run(gradient)(optax.tree.set(STATE, loss_scale=64.0))) == 64
+    for scale in (64, True):
+        with pytest.raises(ValueError, match="'loss_scale' is .*set by hand"):
+            run(gradient)(optax.tree.set(STATE, loss_scale=scale))
+
+
 # value_and_grad
 
 

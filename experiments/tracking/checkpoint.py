@@ -10,7 +10,13 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from experiments.errors import UserError
-from experiments.tracking.integrity import DamagedError, check_leaves, describe_leaves
+from experiments.tracking.integrity import (
+    DamagedError,
+    check_leaves,
+    check_seal,
+    describe_leaves,
+    seal,
+)
 from experiments.tracking.quiet import Quiet
 
 PyTree = Any
@@ -36,7 +42,8 @@ class Checkpointer:
     Orbax writes into a temporary directory and renames it when it is complete, so that a killed
     process leaves the former checkpoints and nothing in between. Neither Orbax nor its storage
     notices a flipped bit, and a template of other dtypes is cast to without a word; so each
-    leaf's dtype, shape and CRC-32 are saved with it and compared on the way back.
+    leaf's dtype, shape and CRC-32 are saved with it and compared on the way back, and so are the
+    metadata.
 
     Args:
         path: directory for the checkpoints, made where it is missing.
@@ -63,6 +70,7 @@ class Checkpointer:
             preservation_policy=policy, cleanup_tmp_directories=True
         )
         self._newest_complete: int | None = None
+        self._failed = False
         self._quiet = Quiet()
         self._quiet.start()
         self._manager = self._open()
@@ -102,7 +110,7 @@ class Checkpointer:
             self._newest_complete = self._manager.latest_step()
             args = ocp.args.Composite(
                 state=ocp.args.StandardSave(state),
-                metadata=ocp.args.JsonSave({**metadata, "leaves": describe_leaves(state)}),
+                metadata=ocp.args.JsonSave(seal({**metadata, "leaves": describe_leaves(state)})),
             )
             metrics = None if test_accuracy is None else {"test_accuracy": test_accuracy}
             self._manager.save(step, args=args, metrics=metrics)
@@ -127,8 +135,11 @@ class Checkpointer:
             self.wait()
         finally:
             self._close_manager()
-        # After a failure what is left behind would still be reported at the end of the process.
-        self._quiet.stop()
+            # After a failure the tasks that are left behind report it until the process ends.
+            if self._failed:
+                self._quiet.stay()
+            else:
+                self._quiet.stop()
 
     def _close_manager(self) -> None:
         # Closing waits again, and raises again what was raised before.
@@ -146,11 +157,10 @@ class Checkpointer:
             step: one of :meth:`steps`.
 
         Raises:
-            DamagedError: where it cannot be read.
+            DamagedError: where it cannot be read, or is not what was saved.
         """
         metadata = self._read(step, metadata=ocp.args.JsonRestore())["metadata"]
-        if "leaves" not in metadata:
-            raise DamagedError(step, "its metadata does not describe the leaves")
+        check_seal(step, metadata)
         return metadata
 
     def restore_newest(
@@ -231,6 +241,7 @@ class Checkpointer:
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:
+            self._failed = True
             what = (
                 "The last checkpoint" if step is None else f"A checkpoint (step {step} or before)"
             )

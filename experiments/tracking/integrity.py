@@ -1,5 +1,6 @@
 """What Orbax does not check of a checkpoint: dtypes, shapes and bytes of its leaves."""
 
+import json
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +9,8 @@ import jax
 import numpy as np
 
 from experiments.errors import UserError
+
+_CHECKSUM = "crc32"
 
 
 class DamagedError(Exception):
@@ -43,6 +46,37 @@ def describe_leaves(tree: Any) -> dict[str, list[Any]]:
         ]
         for path, leaf in ((path, np.asarray(leaf)) for path, leaf in leaves)
     }
+
+
+def seal(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds a checksum to what is saved beside a state.
+
+    Args:
+        metadata: what JSON can hold.
+
+    Returns:
+        The metadata with its CRC-32.
+    """
+    return {**metadata, _CHECKSUM: _checksum(metadata)}
+
+
+def check_seal(step: int, metadata: Mapping[str, Any]) -> None:
+    """Compares metadata with its checksum.
+
+    Args:
+        step: the checkpoint's.
+        metadata: from :func:`seal`, read back.
+
+    Raises:
+        DamagedError: where it is not what was saved.
+    """
+    content = {name: value for name, value in metadata.items() if name != _CHECKSUM}
+    if metadata.get(_CHECKSUM) != _checksum(content):
+        raise DamagedError(step, "its metadata is not what was saved")
+
+
+def _checksum(metadata: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
 
 
 def check_leaves(step: int, leaves: Mapping[str, Any], template: Any) -> None:

@@ -45,21 +45,35 @@ class Journal:
             raise _cannot_write(self.path, error) from error
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the records; a last line that a kill cut short is left out."""
+        """Returns the records; a last line that a kill cut short is left out.
+
+        Raises:
+            UserError: where the file cannot be read, or another line is no record.
+        """
         try:
             lines = self.path.read_text().splitlines(keepends=True)
         except FileNotFoundError:
             return []
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{self.path} cannot be read: {error}. Restore it, or move it away."
+            ) from error
         records = []
         for number, line in enumerate(lines, start=1):
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except ValueError as error:
                 if number == len(lines):
                     break
                 raise UserError(
                     f"Line {number} of {self.path} is not JSON ({error}). Mend or delete that line."
                 ) from error
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise UserError(
+                    f"Line {number} of {self.path} is no record with a step: {line.strip()[:80]}. "
+                    "Mend or delete that line."
+                )
+            records.append(record)
         return records
 
     def rewrite(self, records: Iterable[Mapping[str, Any]]) -> None:

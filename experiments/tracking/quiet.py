@@ -4,6 +4,7 @@ import gc
 import logging
 import sys
 import threading
+import warnings
 from typing import Any
 
 LOGGERS = ("absl", "asyncio")
@@ -11,11 +12,12 @@ LOGGERS = ("absl", "asyncio")
 
 
 class Quiet:
-    """Holds back logs and tracebacks of background threads, from :meth:`start` to :meth:`stop`.
+    """Holds back logs and tracebacks of background threads.
 
-    Where Orbax's storage fails, every leaf's task and thread reports the same failure: through
-    the log, through Python's hook for what is raised in a destructor, and through the hook for
-    what nobody catches. The caller gets the failure as an exception.
+    From :meth:`start` to :meth:`stop`, or to the end of the process with :meth:`stay`. Where
+    Orbax's storage fails, every leaf's task and thread reports the same failure: through the log,
+    through Python's hook for what is raised in a destructor, and through the hook for what nobody
+    catches. The caller gets the failure as an exception.
     """
 
     def __init__(self) -> None:
@@ -41,6 +43,10 @@ class Quiet:
         self._hooks = None
         for name, level in zip(LOGGERS, self._levels, strict=True):
             logging.getLogger(name).setLevel(level)
+
+    def stay(self) -> None:
+        """Holds back to the end of the process, and warnings of what is never awaited too."""
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
 
     def _excepthook(self, *error: Any) -> None:
         if self._hooks is not None and threading.current_thread() is threading.main_thread():

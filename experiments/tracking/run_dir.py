@@ -122,7 +122,10 @@ class RunDir:
         """
         path = self.path / CONFIG_FILE
         try:
-            return json.loads(path.read_text())
+            config = json.loads(path.read_text())
+            if not isinstance(config, dict):
+                raise ValueError("it is no JSON object")
+            return config
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

@@ -125,6 +125,21 @@ def test_damaged_metadata_is_noticed(tmp_path):
     assert "step 7 is damaged" in lines[0]
 
 
+@pytest.mark.parametrize("altered", [b'"epochs_done": 6', b'"epochs": 7'])
+def test_altered_metadata_is_noticed(tmp_path, altered):
+    path = tmp_path / "checkpoints"
+    save(path, [3, 7])
+    file = path / "7" / "metadata" / "metadata"
+    content = file.read_bytes()
+    assert b'"epochs_done": 7' in content
+    file.write_bytes(content.replace(b'"epochs_done": 7', altered))
+    restored, lines = restore(path)
+    assert_is_step(restored, 3)
+    assert lines == [
+        "the checkpoint of step 7 is damaged (its metadata is not what was saved); passed over"
+    ]
+
+
 def test_nothing_but_damaged_checkpoints_is_an_error_that_leaves_them(tmp_path):
     save(tmp_path, [3, 7])
     for step in (3, 7):
@@ -186,7 +201,7 @@ def test_directory_that_cannot_be_written_is_named(tmp_path):
 
 
 FULL_DISK = """
-import resource, sys
+import logging, resource, sys
 sys.path[:0] = sys.argv[2:]
 from test_checkpointer import Checkpointer, Path, UserError, make_state
 checkpointer = Checkpointer(Path(sys.argv[1]), keep=2)
@@ -195,7 +210,8 @@ checkpointer.wait()
 # No file may grow beyond this: writing fails as it does on a full disk.
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 try:
-    checkpointer.save(7, make_state(7), {})
+    # Every leaf's task fails.
+    checkpointer.save(7, {str(number): make_state(7) for number in range(8)}, {})
     checkpointer.wait()
 except UserError as error:
     print(error)
@@ -203,14 +219,23 @@ try:
     checkpointer.close()
 except UserError:
     pass
+# As asyncio says at the end of the process of a future that a full disk leaves behind.
+logging.getLogger("asyncio").error("Future exception was never retrieved")
 """
 
 
-def test_failed_write_says_what_is_left_and_leaves_it(tmp_path):
+# A run notices at its next checkpoint.
+NEXT_SAVE = FULL_DISK.replace(
+    "})\n    checkpointer.wait()", "})\n    checkpointer.save(9, make_state(9), {})"
+)
+
+
+@pytest.mark.parametrize("script", [FULL_DISK, NEXT_SAVE], ids=["wait", "next save"])
+def test_failed_write_says_what_is_left_and_leaves_it(tmp_path, script):
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     here = Path(__file__).parent
     result = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path), str(here), str(here.parents[1])],
+        [sys.executable, "-c", script, str(tmp_path), str(here), str(here.parents[1])],
         capture_output=True,
         text=True,
         timeout=120,

@@ -50,6 +50,22 @@ def test_damaged_line_in_the_middle_is_named(tmp_path):
         journal.read()
 
 
+@pytest.mark.parametrize("line", ["[1]", "7", "null", '{"epoch": 1}', '{"step": "1"}'])
+def test_line_that_is_no_record_is_named_wherever_it_is(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(UserError, match="Line 2 of .*metrics.jsonl is no record with a step"):
+        Journal(path).read()
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "events.jsonl").write_bytes(b'{"step": 1, "reason": "\xff"}\n')
+    (tmp_path / "metrics.jsonl").mkdir()
+    for name in ("events.jsonl", "metrics.jsonl"):
+        with pytest.raises(UserError, match=f"{name} cannot be read"):
+            Journal(tmp_path / name).read()
+
+
 def test_failed_write_names_the_file_and_leaves_the_former_content(tmp_path):
     path = tmp_path / "config.json"
     write_whole(path, "first")

@@ -59,6 +59,14 @@ def test_step_schedule_divides_by_ten_after_each_epoch_named():
     np.testing.assert_allclose(values, expected, rtol=1e-5)
 
 
+def test_schedule_beyond_the_counter_of_steps_is_never_reached():
+    step = dataclasses.replace(DIGITS, warmup_epochs=0.0, schedule="step", step_epochs=(1, 2**31))
+    values = [float(make_schedule(step, steps_per_epoch=5)(count)) for count in (4, 6, 2**31 - 1)]
+    np.testing.assert_allclose(values, [0.05, 0.005, 0.005], rtol=1e-6)
+    warmup = make_schedule(dataclasses.replace(DIGITS, warmup_epochs=1e30), steps_per_epoch=5)
+    np.testing.assert_allclose(float(warmup(2**30)), 0.025, rtol=1e-6)
+
+
 def test_nesterov_looks_ahead():
     config = dataclasses.replace(
         DIGITS,

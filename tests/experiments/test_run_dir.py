@@ -140,9 +140,10 @@ def test_run_is_complete_with_its_last_epoch_and_that_checkpoint(tmp_path):
     assert not run_dir.is_complete(2)
 
 
-def test_config_that_is_not_json_is_named(tmp_path):
+@pytest.mark.parametrize("content", ['{"preset": "dig', "[1]", "null"])
+def test_config_that_is_not_json_is_named(tmp_path, content):
     run_dir, _ = start(tmp_path)
-    (tmp_path / "config.json").write_text('{"preset": "dig')
+    (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match="config.json cannot be read"):
         run_dir.saved_config()
 

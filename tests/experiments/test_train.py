@@ -91,6 +91,19 @@ def test_training_that_cannot_go_on_stops_with_one_message(run, tmp_path, data_d
     assert stop["event"] == "stop" and stop["reason"] in result.stderr
 
 
+def test_training_that_ends_with_params_that_are_not_finite_is_an_error(run, tmp_path, data_dir):
+    # Gradients stay finite, so that the step is applied: only the decay overflows.
+    result = run(
+        *("--weight-decay", 1e38, "--learning-rate", 1e3, "--warmup-epochs", 0, "--epochs", 1),
+        *("--data-dir", data_dir, "--out", tmp_path, *SMALL),
+    )
+    assert result.returncode == 1, result.stdout
+    assert re.search(
+        r"error: The training ended with a test loss of (nan|inf) after", result.stderr
+    )
+    assert "--weight-decay" in result.stderr
+
+
 def trailing_skips(events):
     """The skips at the end of a run, one step after the other."""
     skips = [line for line in events if line["event"] == "skip"]
