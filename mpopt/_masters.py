@@ -114,7 +114,7 @@ def with_master_params(
         full = _map_masters(_current_master, masters, params)
         inner_updates, inner_state = inner.update(upcast(grads), state.inner_state, full, **extra)
         inner_state = _tree.check_state_kept(state.inner_state, inner_state)
-        stepped = _map_masters(_step, masters, full, inner_updates)
+        stepped = _stored_on_cpu(_map_masters(_step, masters, full, inner_updates))
         updates = _map_masters(_param_update, masters, params, stepped, inner_updates)
         masters = _map_masters(
             lambda master, new: optax.MaskedNode() if master is None else new, masters, stepped
@@ -234,6 +234,20 @@ def _step(master: Any, full: jax.Array, inner_update: Any) -> Any:
     if (inner_update.shape, inner_update.dtype) == (full.shape, full.dtype):
         return lax.add(full, inner_update)  # what apply_updates does, traced faster
     return optax.apply_updates(full, inner_update)
+
+
+def _stored_on_cpu(stepped: PyTree) -> PyTree:
+    """Makes XLA:CPU compute the new masters once and read them back for the params.
+
+    It has no kernels of several outputs: it would go through the whole update again for each, and
+    keep copies of what the first of them overwrites. XLA:GPU does all in one kernel a leaf, which
+    a barrier would split.
+    """
+    return lax.platform_dependent(stepped, cpu=lax.optimization_barrier, default=_identity)
+
+
+def _identity(tree: PyTree) -> PyTree:
+    return tree
 
 
 def _param_update(master: Any, param: Any, stepped: Any, inner_update: Any) -> Any:

@@ -26,7 +26,8 @@ def divide(grads: PyTree, scale: jax.Array) -> PyTree:
     """
     exponent = (lax.bitcast_convert_type(scale, jnp.int32) >> 23) - 127
     root = _power_of_two(exponent >> 1)
-    inverse_root, rest = _power_of_two(-(exponent >> 1)), root / scale
+    # Behind a barrier, so that XLA computes them once instead of in the kernel of every leaf.
+    inverse_root, rest = lax.optimization_barrier((_power_of_two(-(exponent >> 1)), root / scale))
 
     def unscaled(g: Any) -> Any:
         if not _tree.is_inexact(g):
