@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 
 import mpopt
 from experiments.augment import Augmentation, augment, normalise
@@ -89,6 +90,24 @@ def make_batch(
     return policy.cast_to_compute(normalise(batch, augmentation)), labels[indices]
 
 
+def row_major(grads: Any) -> Any:
+    """Asks XLA for the gradients in the memory layout that params and optimizer state have.
+
+    cuDNN writes the gradient of a convolution with the output channels first. Left alone XLA makes
+    the whole update in that layout, and transposes each master, moment and param on the way in and
+    out.
+
+    Args:
+        grads: gradients.
+
+    Returns:
+        The same values.
+    """
+    return jax.tree.map(
+        lambda grad: with_layout_constraint(grad, Layout(tuple(range(grad.ndim)))), grads
+    )
+
+
 def make_train_step(
     graphdef: nnx.GraphDef[Any],
     tx: optax.GradientTransformationExtraArgs,
@@ -124,7 +143,7 @@ def make_train_step(
             return mpopt.scale_loss(loss, state.opt_state), batch_stats
 
         (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = tx.update(row_major(grads), state.opt_state, state.params)
         applied = mpopt.grads_finite(opt_state)
         row = StepLog(
             loss=loss,
