@@ -76,6 +76,9 @@ class TrainConfig:
     """Bottleneck blocks in each stage; 3 4 6 3 is ResNet-50."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """imagenet: 7x7 convolution and max-pool, each of stride 2; cifar: one 3x3 convolution."""
+    blocks: Literal["plain", "low_traffic"] = "plain"
+    """plain: the layers one after another; low_traffic: the same function of the same params, whose
+    training step reads and writes fewer bytes on a GPU. A run can go on with either."""
     crop_padding: int = 0
     """Pixels of padding before a random crop; 0 for no crop."""
     random_resized_crop: bool = False

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,32 @@ NORM_PARAMS = r"(?i)norm"
 """Matches the key path of every norm layer's params, for `mpopt.Policy(keep_float32=...)`."""
 
 Stem = Literal["imagenet", "cifar"]
+Blocks = Literal["plain", "low_traffic"]
 
 # He et al. 2015 with the fan-out, as in the reference implementations.
 _conv_init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
-def _to_float32(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
-    """Makes a norm layer compute in float32, whatever the `dtype` of its result.
+def at_least_float32(dtype: Any) -> Any:
+    """Returns the dtype of norm layers and of sums over a batch or an image.
+
+    Args:
+        dtype: a floating dtype.
+
+    Returns:
+        float32, or `dtype` where it is wider.
+    """
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _widen(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
+    """Makes a norm layer compute in float32 or wider, whatever the `dtype` of its result.
 
     Flax's own promotion casts the running statistics to `dtype` in evaluation, and float16 turns
     a variance above 65504 into infinity.
     """
     del dtype, inexact
-    return tuple(jnp.asarray(x, jnp.float32) for x in args)
+    return tuple(x.astype(at_least_float32(x.dtype)) for x in map(jnp.asarray, args))
 
 
 def _make_conv(
@@ -55,7 +68,7 @@ def _make_norm(
         dtype=dtype,
         param_dtype=jnp.float32,
         scale_init=scale_init,
-        promote_dtype=_to_float32,
+        promote_dtype=_widen,
         rngs=rngs,
     )
 
@@ -125,6 +138,8 @@ class ResNet(nnx.Module):
         rngs: random number streams for the initial params.
     """
 
+    bottleneck: ClassVar[type[Bottleneck]] = Bottleneck
+
     def __init__(
         self,
         *,
@@ -149,7 +164,7 @@ class ResNet(nnx.Module):
             for block in range(num_blocks):
                 strides = 2 if stage > 0 and block == 0 else 1
                 blocks.append(
-                    Bottleneck(features, width * 2**stage, strides, dtype=dtype, rngs=rngs)
+                    self.bottleneck(features, width * 2**stage, strides, dtype=dtype, rngs=rngs)
                 )
                 features = width * 2**stage * EXPANSION
             stages.append(nnx.List(blocks))
@@ -166,26 +181,56 @@ class ResNet(nnx.Module):
         Returns:
             Logits in `dtype`, `[batch, num_classes]`.
         """
-        x = self.stem_conv(images.astype(self.dtype))
-        x = nnx.relu(self.stem_norm(x, use_running_average=not train))
-        if self.stem == "imagenet":
-            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        x = self.apply_stem(images.astype(self.dtype), train=train)
         for stage in self.stages:
             for block in stage:
                 x = block(x, train=train)
         # The mean over positions sums in float32: in float16 the sum of a large map overflows.
-        x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32).astype(self.dtype)
+        x = jnp.mean(x, axis=(1, 2), dtype=at_least_float32(x.dtype)).astype(self.dtype)
         return self.head(x)
+
+    def apply_stem(self, images: jax.Array, *, train: bool) -> jax.Array:
+        """Applies the layers before the first block.
+
+        Args:
+            images: in the dtype of the activations, `[batch, height, width, channels]`.
+            train: whether norm layers use, and update, the statistics of this batch.
+
+        Returns:
+            The input of the first block.
+        """
+        x = nnx.relu(self.stem_norm(self.stem_conv(images), use_running_average=not train))
+        if self.stem == "imagenet":
+            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        return x
+
+
+def resnet_type(blocks: Blocks) -> type[ResNet]:
+    """Returns the class of a model by the name of its blocks.
+
+    Args:
+        blocks: `"plain"`: the layers one after another; `"low_traffic"`: the same function of the
+            same params, with hand-written gradients that move fewer bytes.
+
+    Returns:
+        :class:`ResNet`, or the subclass with those gradients.
+    """
+    if blocks == "plain":
+        return ResNet
+    from experiments.low_traffic.model import LowTrafficResNet  # it derives from this one
+
+    return LowTrafficResNet
 
 
 def init_resnet(
-    key: jax.Array, **hyperparameters: Any
+    key: jax.Array, *, blocks: Blocks = "plain", **hyperparameters: Any
 ) -> tuple[nnx.GraphDef[ResNet], nnx.State, nnx.State]:
     """Makes a ResNet in functional form.
 
     Args:
         key: random key of the initial params. Threefry keys make the compiled initialisation
             slow on CPUs (20 s against 4 s for ResNet-50 with `impl="rbg"`).
+        blocks: see :func:`resnet_type`. Params and statistics do not depend on it.
         **hyperparameters: arguments of :class:`ResNet`, without `rngs`.
 
     Returns:
@@ -193,7 +238,7 @@ def init_resnet(
     """
 
     def make(key: jax.Array) -> ResNet:
-        return ResNet(**hyperparameters, rngs=nnx.Rngs(params=key))
+        return resnet_type(blocks)(**hyperparameters, rngs=nnx.Rngs(params=key))
 
     graphdef = nnx.graphdef(nnx.eval_shape(make, key))
     params, batch_stats = jax.jit(lambda key: nnx.state(make(key), nnx.Param, nnx.BatchStat))(key)

@@ -72,6 +72,7 @@ def set_up(config: TrainConfig, batches: Batches, reporter: Reporter) -> Setup:
         width=config.width,
         stage_sizes=config.stage_sizes,
         stem=config.stem,
+        blocks=config.blocks,
         dtype=policy.compute_dtype,
     )
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params_f32))

@@ -24,10 +24,11 @@ RUN_FILES = (CONFIG_FILE, METRICS_FILE, EVENTS_FILE, CHECKPOINTS, TENSORBOARD, "
 FREE_OPTIONS = frozenset(
     {
         *("out", "data_dir", "resume", "checkpoint_every", "keep", "max_consecutive_skips"),
-        *("epochs", "input", "loader_workers"),
+        *("epochs", "input", "loader_workers", "blocks"),
     }
 )
-"""Options that do not change what a step computes: they may differ when a run is resumed."""
+"""Options that change nothing of what a step computes, or its rounding alone: they may differ when
+a run is resumed."""
 
 
 @dataclasses.dataclass(frozen=True)

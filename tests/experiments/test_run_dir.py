@@ -177,6 +177,7 @@ def test_another_preset_is_refused():
 def test_what_does_not_change_a_step_may_differ():
     saved = config_values(DIGITS)
     options = {"out": Path("x"), "resume": True, "keep": 9, "checkpoint_every": 3}
+    options["blocks"] = "low_traffic"
     check_same_run(saved, dataclasses.replace(DIGITS, **options), "the run")
     constant = dataclasses.replace(DIGITS, schedule="constant")
     longer = dataclasses.replace(constant, epochs=99)
