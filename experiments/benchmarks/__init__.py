@@ -1,0 +1,1 @@
+"""Measures mixed-precision training side by side with what else there is."""
