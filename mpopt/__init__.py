@@ -18,5 +18,6 @@ from mpopt._masters import with_master_params as with_master_params
 from mpopt._mixed_precision import mixed_precision as mixed_precision
 from mpopt._scaling import unscale as unscale
 from mpopt._scaling import with_loss_scale as with_loss_scale
+from mpopt._sharding import opt_state_sharding as opt_state_sharding
 
 __version__ = "0.1.0"

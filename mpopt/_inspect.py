@@ -10,6 +10,7 @@ from jax.core import Tracer
 from mpopt import _tree
 from mpopt._masters import WithMasterParamsState, edited_master
 from mpopt._scaling import find_loss_scale_state, path_digest
+from mpopt._sharding import check_same_layout
 from mpopt._unscaling import align_leading
 
 PyTree = Any
@@ -161,7 +162,7 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
 
     Raises:
         ValueError: where `opt_state` holds no master params, two for one leaf, or one of another
-            shape.
+            shape or explicit sharding.
 
     Example:
         >>> import jax.numpy as jnp
@@ -198,6 +199,7 @@ def master_params(opt_state: PyTree, params: PyTree) -> PyTree:
                 f"params leaf {path!r} has shape {jnp.shape(leaf)}, its master has "
                 f"{jnp.shape(master)}."
             )
+        check_same_layout(path, leaf, master)
         return edited_master(leaf, master) if _tree.is_narrow(leaf) else _copy(master)
 
     result = _tree.map_with_paths(full, params)

@@ -13,6 +13,7 @@ from jax import lax
 from mpopt import _tree
 from mpopt._casting import Policy
 from mpopt._rounding import round_to
+from mpopt._sharding import check_same_layout
 
 PyTree = Any
 
@@ -213,6 +214,7 @@ def _check_leaf(path: str, param: Any, master: Any, policy: Policy | None) -> No
             f"{jnp.shape(master)}. Call tx.init for these params."
         )
     _tree.check_state_dtype(f"master_params/{path}", master, jnp.float32)
+    check_same_layout(path, param, master)
     narrow = _tree.is_narrow(param)
     if not narrow or (policy is not None and dtype != policy.param_dtype):
         expected = "float16 or bfloat16" if policy is None else str(policy.param_dtype)

@@ -64,8 +64,11 @@ def finite_leaves(grads: PyTree, axis_name: str | Sequence[str] | None) -> jax.A
     finite = jnp.stack(flags) if flags else jnp.zeros(0, jnp.bool_)
     if axis_name is None:
         return finite
-    axis_names = axis_name if isinstance(axis_name, str) else tuple(axis_name)
-    return lax.pmin(finite.astype(jnp.int32), axis_names) > 0
+    axis_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    # A collective takes no mixture of axes over which a value varies and axes over which it does
+    # not. Zero times the device's index makes it vary over all.
+    varying = sum((0 * lax.axis_index(name) for name in axis_names), finite.astype(jnp.int32))
+    return lax.pmin(varying, axis_names) > 0
 
 
 def _groups(leaves: Sequence[Any]) -> list[list[int]]:
