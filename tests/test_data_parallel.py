@@ -12,6 +12,9 @@ from meshes import (
     LAYOUTS,
     Training,
     bookkeeping,
+    exact_batches,
+    exact_loss,
+    exact_params,
     needs_eight_devices,
     random_batches,
     random_params,
@@ -23,28 +26,6 @@ import mpopt
 pytestmark = needs_eight_devices
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 RULE = mpopt.dynamic_loss_scale(2.0**10, growth_interval=3)
-
-
-def exact_loss(params, batch):
-    """Its gradients are small integers over 2^10: no sum of them is ever rounded."""
-    x, t = batch
-    dtype = params["kernel"].dtype
-    x, t = x.astype(dtype), t.astype(dtype)
-    return jnp.mean(((x @ params["kernel"] + params["bias"]) * t).astype(jnp.float32))
-
-
-def exact_params():
-    rng = np.random.RandomState(0)
-    return {
-        "kernel": jnp.array(rng.randint(-8, 9, (8, 16)) / 8, jnp.float32),
-        "bias": jnp.array(rng.randint(-8, 9, 16) / 8, jnp.float32),
-    }
-
-
-def exact_batches(steps):
-    rng = np.random.RandomState(1)
-    batches = [(rng.randint(-1, 2, (64, 8)), rng.randint(-1, 2, (64, 16))) for _ in range(steps)]
-    return [(np.float32(x), np.float32(t)) for x, t in batches]
 
 
 def train(layout, policy, loss, params_f32, batches, inner):

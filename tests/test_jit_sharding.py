@@ -68,7 +68,7 @@ def test_init_under_jit_lays_the_state_out_as_the_params(layout, axis_type):
         eager = tx.init(params)
         assert_layout_of_params(jax.device_put(eager, sharding), params)
         master = eager.inner_state.master_params["first"]["kernel"]
-        assert master.sharding == params["first"]["kernel"].sharding
+        assert master.sharding.is_equivalent_to(params["first"]["kernel"].sharding, 2)
         if axis_type == AxisType.Explicit:
             # The types carry the layout: neither out_shardings nor params= is needed.
             assert_layout_of_params(jax.jit(tx.init)(params), params)
@@ -101,7 +101,7 @@ def test_update_on_explicit_axes_keeps_every_layout_and_traces_once(layout):
         strict=True,
     ):
         assert after.sharding.is_equivalent_to(before.sharding, before.ndim)
-    assert len(traces) <= 2  # init's replicated P(None) and the step's P() are two types to JAX
+    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tensor"])

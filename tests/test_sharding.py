@@ -113,6 +113,40 @@ def test_all_named_axes_agree():
     assert mpopt.grads_finite(new_state).tolist() == [False] * 4
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "specs",
+    [(P("data"), P()), (P("data"), P("model")), (P("data"), P("data")), (P(), P())],
+    ids=["one varies", "one axis each", "one axis for both", "none varies"],
+)
+def test_named_axes_agree_where_gradients_vary_over_some_of_them(specs, check_vma):
+    # lax.pmin takes no mixture of axes over which a value varies and others.
+    tx = mpopt.mixed_precision(optax.sgd(0.1), axis_name=("data", "model"))
+    params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2, jnp.float16)}
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh((2, 2), ("data", "model")),
+        in_specs=(dict(zip("ab", specs, strict=True)),),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    def finite(grads):
+        _, state = tx.update(grads, tx.init(params), params)
+        return mpopt.grads_finite(state), mpopt.loss_scale(state)
+
+    grads = {
+        name: jnp.ones(2 if spec == P() else 4, jnp.float16)
+        for name, spec in zip("ab", specs, strict=True)
+    }
+    assert finite(grads) == (True, 2.0**15)
+    for name in "ab":
+        # The last element is on the last device of the axis alone.
+        bad = {**grads, name: grads[name].at[-1].set(jnp.inf)}
+        assert finite(bad) == (False, 2.0**14)
+
+
 def test_params_sharded_over_the_axis_train_their_own_part():
     # Fully sharded: each device holds its part of params, masters and gradients.
     tx = mpopt.mixed_precision(optax.sgd(1.0), loss_scale=RULE, axis_name="data")
