@@ -38,7 +38,8 @@ def mixed_precision(
             `static_loss_scale(1.0)`: guarded, not scaled.
         policy: says which leaves of float32 params will be narrow; None goes by the dtypes of
             the params that `init` gets. With a float32 policy the same code trains in float32.
-        axis_name: as in :func:`with_loss_scale`, for `jax.shard_map` and `jax.pmap`.
+        axis_name: under `jax.shard_map` and `jax.pmap`, the axes over which all devices must
+            agree to skip; without it each decides alone. See :func:`with_loss_scale`.
 
     Returns:
         A transformation. Call `init` with float32 params for exact masters, and give the model

@@ -84,8 +84,10 @@ def with_loss_scale(
             the true loss, and a `value_fn` or `grad_fn` must return unscaled values.
         loss_scale: the rule: :func:`dynamic_loss_scale`, :func:`static_loss_scale` or your own.
         axis_name: under `jax.shard_map` or `jax.pmap`, the mesh axes over which all devices must
-            agree whether a step is finite. Without it, devices that see different gradients
-            decide differently. Under plain `jax.jit` no axis is needed: arrays are global there.
+            agree whether a step is finite: one device's overflow then skips the step on all.
+            Without it each device decides alone from the gradients that it sees, and params and
+            scales drift apart without an error. It averages nothing: take the mean of loss or
+            gradients yourself. Under plain `jax.jit` no axis is needed: arrays are global there.
 
     Returns:
         A transformation with :class:`WithLossScaleState`. It goes outermost: clipping,

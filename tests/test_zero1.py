@@ -74,24 +74,30 @@ def test_compiled_program_gathers_float16():
     )
 
 
-def test_constraint_on_the_shards_gathers_float16_inside_a_scan():
-    # out_shardings do not reach into a loop. A constraint to the replicated layout alone makes
-    # XLA:CPU gather the float32 updates; one on the shards first leaves only the params.
+def test_scan_that_carries_shards_gathers_float16_params_and_nothing_else():
+    # out_shardings do not reach into a loop.
     zero1 = training("zero1", jnp.float16)
     shards = mpopt.opt_state_sharding(zero1.params_f32, zero1.mesh, "data", min_size=1)
 
     def step(carry, batch):
-        params, opt_state, _ = zero1._step(*carry, batch)
-        params = lax.with_sharding_constraint(params, shards)
-        return (lax.with_sharding_constraint(params, zero1.params_sharding), opt_state), None
+        params, opt_state = carry
+        params = lax.with_sharding_constraint(params, zero1.params_sharding)
+        params, opt_state, _ = zero1._step(params, opt_state, batch)
+        return (lax.with_sharding_constraint(params, shards), opt_state), None
 
     batches = jax.device_put(
         np.stack(random_batches(3)), NamedSharding(zero1.mesh, P(None, "data"))
     )
-    scan = jax.jit(lambda *carry: lax.scan(step, carry, batches)[0])
-    program = scan.lower(*zero1.start()).compile()
-    assert gathered(program.as_text()) == {"f16"}
-    params, _ = program(*zero1.start())
+    scan = jax.jit(
+        lambda batches, *carry: lax.scan(step, carry, batches)[0],
+        out_shardings=(zero1.params_sharding, zero1.state_sharding),
+    )
+    program = scan.lower(batches, *zero1.start()).compile()
+    found = {(kind, t) for kind, types in collectives(program.as_text()) for t in types}
+    assert {t for kind, t in found if kind == "all-gather"} == {
+        *("f16[16,512]", "f16[512]", "f16[512,8]")
+    }
+    params, _ = program(batches, *zero1.start())
     expected, _, _ = zero1.run(random_batches(3))
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2e-3, atol=1e-4)
