@@ -90,6 +90,7 @@ class Training:
         self.tx, self.policy, self.loss, self.params_f32 = tx, policy, loss, params_f32
         if layout is None:
             self.step = jax.jit(self._step)
+            self._start = jax.jit(lambda p: (policy.cast_to_param(p), tx.init(p)))
             return
         self.mesh = mesh = mesh_of(layout)
         self.params_sharding = params_sharding(layout, params_f32, mesh)
@@ -104,7 +105,9 @@ class Training:
         self.batch_sharding = NamedSharding(mesh, P("data"))
         layouts = (self.params_sharding, self.state_sharding)
         self.params_f32 = jax.device_put(params_f32, self.params_sharding)
-        self.tx = tx._replace(init=jax.jit(tx.init, out_shardings=self.state_sharding))
+        self._start = jax.jit(
+            lambda p: (policy.cast_to_param(p), tx.init(p)), out_shardings=layouts
+        )
         self.step = jax.jit(
             self._step,
             in_shardings=(*layouts, self.batch_sharding),
@@ -117,7 +120,7 @@ class Training:
         return optax.apply_updates(params, updates), opt_state, loss
 
     def start(self):
-        return self.policy.cast_to_param(self.params_f32), self.tx.init(self.params_f32)
+        return self._start(self.params_f32)
 
     def run(self, batches):
         params, opt_state = self.start()

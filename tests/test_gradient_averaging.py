@@ -1,5 +1,6 @@
 """Under shard_map and pmap the caller averages gradients: where, and what that gives."""
 
+import functools
 from functools import partial
 
 import jax
@@ -61,13 +62,14 @@ def sharded_step(tx, order, check_vma):
 def start(dtype, inner, axis_name):
     policy = mpopt.Policy(dtype)
     tx = mpopt.mixed_precision(inner, policy=policy, loss_scale=RULE, axis_name=axis_name)
-    return tx, policy.cast_to_param(exact_params()), tx.init(exact_params())
+    return tx, *jax.jit(lambda p: (policy.cast_to_param(p), tx.init(p)))(exact_params())
 
 
-def on_one_device(dtype, batches):
+@functools.cache
+def on_one_device(dtype, steps):
     tx, params, state = start(dtype, INNER, None)
     one = jax.jit(partial(step, tx, None))
-    for batch in batches:
+    for batch in batches_with_an_overflow(steps):
         params, state, value = one(params, state, batch)
     return params, state, value
 
@@ -99,7 +101,7 @@ def test_every_order_gives_the_bits_of_one_device(order, check_vma, dtype):
         params, state, value = run(params, state, batch)
         if index == 1:
             assert mpopt.nonfinite_params(state, params) == ["kernel"]
-    expected, expected_state, expected_value = on_one_device(dtype, batches)
+    expected, expected_state, expected_value = on_one_device(dtype, 5)
     assert_same_bits(params, expected)
     assert_same_bits(state.inner_state.master_params, expected_state.inner_state.master_params)
     assert_same_bits(value, expected_value)
@@ -111,9 +113,8 @@ def test_every_order_gives_the_bits_of_one_device(order, check_vma, dtype):
     assert f"tensor<8x16x{'f32' if order == 'inside' else narrow}>) -> tensor<8x16x" in program
 
 
-@both_dtypes
-def test_pmap_gives_the_bits_of_one_device(dtype):
-    tx, params, state = start(dtype, INNER, "data")
+def test_pmap_gives_the_bits_of_one_device():
+    tx, params, state = start(jnp.float16, INNER, "data")
     run = jax.pmap(
         partial(step, tx, "pmap"), "data", in_axes=(None, None, 0), devices=jax.devices()[:8]
     )
@@ -124,7 +125,7 @@ def test_pmap_gives_the_bits_of_one_device(dtype):
         for device in range(1, 8):
             assert_same_bits(*(jax.tree.map(lambda x, d=d: x[d], copies) for d in (0, device)))
         params, state, _ = jax.tree.map(lambda x: x[0], copies)
-    expected, expected_state, _ = on_one_device(dtype, batches)
+    expected, expected_state, _ = on_one_device(jnp.float16, 3)
     assert_same_bits(params, expected)
     assert_same_bits(state, expected_state)
 

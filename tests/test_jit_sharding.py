@@ -82,7 +82,7 @@ def test_update_on_explicit_axes_keeps_every_layout_and_traces_once(layout):
     traces = []
     with jax.set_mesh(mesh):
         opt_state = jax.jit(tx.init)(params_f32)
-        params = POLICY.cast_to_param(params_f32)
+        params = jax.jit(POLICY.cast_to_param)(params_f32)
 
         @jax.jit
         def step(params, opt_state):
@@ -93,8 +93,8 @@ def test_update_on_explicit_axes_keeps_every_layout_and_traces_once(layout):
 
         new, new_state = step(*step(params, opt_state))
         assert mpopt.grads_finite(new_state)
-        masters = mpopt.master_params(new_state, new)
-        assert_same_bits(new, POLICY.cast_to_param(masters))
+        masters = jax.jit(mpopt.master_params)(new_state, new)
+        assert_same_bits(new, jax.jit(POLICY.cast_to_param)(masters))
     for before, after in zip(
         jax.tree.leaves((params, opt_state, params)),
         jax.tree.leaves((new, new_state, masters)),
@@ -127,7 +127,7 @@ def test_fsdp_holds_and_updates_shards_only(dtype):
     tx = mpopt.mixed_precision(optax.adam(1e-2), policy=policy)
     fsdp = Training("fsdp", tx, policy, tanh_loss, random_params(width=512))
     batch = random_batches(1)[0]
-    params, opt_state, _ = fsdp.run([batch])
+    params, opt_state = fsdp.start()
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     for device in jax.devices()[:8]:
         assert shard_bytes(params, device) == 2 * num_params / 8

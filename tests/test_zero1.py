@@ -115,7 +115,7 @@ def test_explicit_axes_take_a_reshard_before_and_after(dtype):
         )
         shards = mpopt.opt_state_sharding(params_f32, mesh, "data", min_size=1)
         opt_state = jax.jit(tx.init, out_shardings=sharding)(params_f32)
-        params = policy.cast_to_param(params_f32)
+        params = jax.jit(policy.cast_to_param)(params_f32)
 
         @jax.jit
         def step(params, opt_state, batch):
