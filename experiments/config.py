@@ -68,6 +68,21 @@ class TrainConfig:
     loader_workers: int = 2
     """Processes that read a streamed set, 0 to 128; 0 for threads of this process."""
 
+    data_parallel: bool = False
+    """Splits every batch over all devices; each has all params. Batch statistics are those of the
+    whole batch, as on one device."""
+    shard_optimizer: bool = False
+    """With --data-parallel: each device holds and updates its part of masters and momentum alone
+    (ZeRO-1)."""
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """With --data-parallel: the address of process 0, for several processes that train together
+    and share --out; auto: all three are taken from the environment of Slurm, Open MPI, Kubernetes
+    or a TPU pod. When a process dies, the others end with an error within 60 seconds."""
+    num_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """With --coordinator: how many processes there are."""
+    process_id: Annotated[int | None, tyro.conf.arg(metavar="I")] = None
+    """With --coordinator: the number of this one, from 0; process 0 prints and writes metrics."""
+
     image_size: int = 32
     """Height and width that images are resized to, from their central square."""
     width: int = 64
@@ -148,6 +163,28 @@ class TrainConfig:
         self._require("learning_rate", self.learning_rate > 0, "above 0")
         scale_is_valid = MIN_LOSS_SCALE <= self.initial_loss_scale <= MAX_LOSS_SCALE
         self._require("initial_loss_scale", scale_is_valid, "between 2**-14 and 2**24")
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        """Checks that the options of several devices and processes go together."""
+        for name in ("shard_optimizer", "coordinator"):
+            if getattr(self, name) and not self.data_parallel:
+                raise UsageError(f"{option_name(name)} needs --data-parallel.")
+        numbers = {name: getattr(self, name) for name in ("num_processes", "process_id")}
+        given = [name for name, number in numbers.items() if number is not None]
+        if self.coordinator in (None, "auto"):
+            if given:
+                raise UsageError(f"{option_name(given[0])} needs --coordinator HOST:PORT.")
+            return
+        is_address = re.fullmatch(r"\S+:\d{1,5}", self.coordinator) is not None
+        self._require("coordinator", is_address, "HOST:PORT or auto")
+        for name in numbers.keys() - given:
+            raise UsageError(f"--coordinator {self.coordinator} needs {option_name(name)} too.")
+        assert self.num_processes is not None and self.process_id is not None
+        self._require("num_processes", self.num_processes >= 1, "at least 1")
+        id_is_valid = 0 <= self.process_id < self.num_processes
+        last = self.num_processes - 1
+        self._require("process_id", id_is_valid, f"between 0 and {last}, as --num-processes says")
 
     def _require(self, name: str, is_met: bool, what: str) -> None:
         if not is_met:

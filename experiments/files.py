@@ -1,6 +1,7 @@
 """Files that a reader sees whole or not at all."""
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,3 +33,19 @@ def replacing(path: Path, mode: str) -> Iterator[IO[Any]]:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Lets the processes of this machine, or of a shared file system, enter one after another.
+
+    Args:
+        folder: what they share, made where it is missing. Where it cannot be written there is
+            nothing to wait for.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / ".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -49,12 +49,17 @@ class Reporter:
     Args:
         epochs: how many epochs there are.
         console: where to print; standard output by default.
+        is_quiet: whether nothing is printed.
     """
 
-    def __init__(self, epochs: int, console: rich.console.Console | None = None) -> None:
+    def __init__(
+        self, epochs: int, console: rich.console.Console | None = None, *, is_quiet: bool = False
+    ) -> None:
         """Prepares the bar; entering the context shows it."""
         self.epochs = epochs
-        self._console = console or rich.console.Console(highlight=False, soft_wrap=True)
+        self._console = console or rich.console.Console(
+            highlight=False, soft_wrap=True, quiet=is_quiet
+        )
         self._bar = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
@@ -63,7 +68,7 @@ class Reporter:
             progress.TimeRemainingColumn(),
             console=self._console,
             transient=True,
-            disable=not self._console.is_terminal,
+            disable=is_quiet or not self._console.is_terminal,
         )
         self._task: progress.TaskID | None = None
 

@@ -57,7 +57,10 @@ def check_progress(progress: Progress, config: TrainConfig, diagnose: Diagnose) 
 
 
 def diagnose_step(
-    loss_fn: Callable[..., Any], state: TrainState, make_batch: Callable[[], Batch]
+    loss_fn: Callable[..., Any],
+    state: TrainState,
+    make_batch: Callable[[], Batch],
+    on_one_device: Callable[[Any], Any] = lambda tree: tree,
 ) -> tuple[list[str], Overflow | None]:
     """Looks for the cause of a skipped step by taking it again, operation by operation.
 
@@ -67,6 +70,7 @@ def diagnose_step(
         loss_fn: from `train_step.make_loss_fn`.
         state: the state after the step.
         make_batch: returns inputs and targets of the step.
+        on_one_device: collects arrays that are spread over devices.
 
     Returns:
         The leaves with non-finite gradients, in the order of the backward pass, and the first
@@ -75,7 +79,7 @@ def diagnose_step(
     names = []
     if not mpopt.grads_finite(state.opt_state):
         names = mpopt.nonfinite_params(state.opt_state, state.params)
-    args = (state.params, state.batch_stats, *make_batch())
+    args = on_one_device((state.params, state.batch_stats, *make_batch()))
     return order_names(names, backward_order(loss_fn, *args)), find_overflow(loss_fn, *args)
 
 

@@ -12,12 +12,17 @@ from experiments.cli import parse_config
 from experiments.config import TrainConfig
 from experiments.errors import UserError
 from experiments.interruption import Interruption
+from experiments.parallel.group import ALONE, Group, joined, leave
 from experiments.reporting import Reporter
 from experiments.tracking.run_dir import EpochRecord, RunDir, check_same_run
 
 
 def train(
-    config: TrainConfig, run_dir: RunDir, reporter: Reporter, interruption: Interruption
+    config: TrainConfig,
+    run_dir: RunDir,
+    reporter: Reporter,
+    interruption: Interruption,
+    group: Group = ALONE,
 ) -> None:
     """Runs a training, from its start or from its newest checkpoint.
 
@@ -26,34 +31,45 @@ def train(
         run_dir: where it writes.
         reporter: where to say how it goes.
         interruption: tells whether the process was asked to stop.
+        group: the processes that run it together.
 
     Raises:
         UserError: where the data or the former run are not usable, or the training stalls.
-        Interrupted: where the process was asked to stop; what was done is saved.
+        Interrupted: where a process was asked to stop; what was done is saved.
     """
     start = time.perf_counter()
 
     # The former run first: whatever is wrong with it shows at once.
-    saved_config = run_dir.saved_config() if config.resume else None
-    if saved_config is not None:
-        check_same_run(saved_config, config, f"the run in {run_dir.path}")
-        if run_dir.is_complete(config.epochs):
-            reporter.line(f"the run in {run_dir.path} is complete")
-            return
+    with group.all_or_none():
+        saved_config = run_dir.saved_config() if config.resume else None
+        if saved_config is not None:
+            check_same_run(saved_config, config, f"the run in {run_dir.path}")
+        is_complete = saved_config is not None and run_dir.is_complete(config.epochs)
+    if group.gather(is_complete)[0]:
+        reporter.line(f"the run in {run_dir.path} is complete")
+        return
 
     # Imported here, as it takes seconds and wrong arguments should show before.
     from experiments.evaluate import evaluate
     from experiments.inputs.batches import open_batches
+    from experiments.parallel.placement import make_placement
     from experiments.stall import diagnose_step
     from experiments.tracking.memory import peak_memory_bytes
     from experiments.tracking.session import Session
     from experiments.train_state import LOG_STEPS, start_epoch
     from experiments.training_setup import set_up
 
-    with open_batches(config, report=reporter.line) as batches:
-        setup = set_up(config, batches, reporter)
+    placement = make_placement(config, group)
+    with group.all_or_none():
+        opened = open_batches(config, placement, report=reporter.line)
+    with opened as batches:
+        setup = set_up(config, batches, reporter, placement)
         steps_per_epoch = batches.steps_per_epoch
-        with Session(run_dir, config, reporter) as session, interruption.deferred():
+        with (
+            Session(run_dir, config, reporter, placement, group) as session,
+            interruption.deferred(),
+            group.watched(),
+        ):
             state, step_key = session.begin(setup.take_state(), setup.step_key, setup.facts, start)
             step, record = int(state.step), None
             while session.epochs_done < config.epochs:
@@ -72,11 +88,23 @@ def train(
                     done = step - epoch_begin
                     is_last = done == steps_per_epoch
                     is_due = session.is_checkpoint_due(step)
-                    stops = interruption.requested is not None
-                    if done % LOG_STEPS == 0 or is_last or is_due or stops:
+                    is_look_due = done % LOG_STEPS == 0 or is_last or is_due
+                    # Several processes stop at the same step, so they ask each other; not at every
+                    # step, as the answer waits for the device.
+                    stops = None
+                    if is_look_due or group.is_alone:
+                        stops = group.stop_signal(interruption.requested)
+                    if is_look_due or stops:
                         examples = partial(setup.make_batch, step_key, step - 1, *batch)
                         progress = session.look(
-                            state, partial(diagnose_step, setup.loss_fn, state, examples)
+                            state,
+                            partial(
+                                diagnose_step,
+                                setup.loss_fn,
+                                state,
+                                examples,
+                                placement.on_one_device,
+                            ),
                         )
                         reporter.steps_done(done, progress.loss_scale, progress.total_skips)
                         # While steps are skipped the older checkpoints may be the better ones.
@@ -84,7 +112,7 @@ def train(
                         if is_due or stops:
                             session.save(state, step_key, step)
                         if stops:
-                            session.stop(interruption, step)
+                            session.stop(stops, step)
                 images = (steps_per_epoch - first_batch) * config.batch_size
                 images_per_second = images / (time.perf_counter() - epoch_start)
 
@@ -106,8 +134,9 @@ def train(
                     peak_memory_bytes=peak_memory_bytes(),
                 )
                 session.end_epoch(record, state, step_key)
-                if interruption.requested is not None and epoch < config.epochs:
-                    session.stop(interruption, step)
+                stops = group.stop_signal(interruption.requested)
+                if stops and epoch < config.epochs:
+                    session.stop(stops, step)
     if record is not None:
         reporter.line(
             f"test accuracy {100 * record.test_accuracy:.1f}% after {record.seconds:.0f} s; "
@@ -137,11 +166,14 @@ def main(args: Sequence[str] | None = None) -> int:
             config = parse_config(
                 sys.argv[1:] if args is None else args, prog="python -m experiments.train"
             )
-            with (
-                contextlib.closing(RunDir(config.run_dir)) as run_dir,
-                Reporter(config.epochs) as reporter,
-            ):
-                train(config, run_dir, reporter, interruption)
+            with joined(config) as group:
+                with group.all_or_none():
+                    opened = RunDir(config.run_dir, writes=group.is_main)
+                with (
+                    contextlib.closing(opened) as run_dir,
+                    Reporter(config.epochs, is_quiet=not group.is_main) as reporter,
+                ):
+                    train(config, run_dir, reporter, interruption, group)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -154,4 +186,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = 1
+    try:
+        code = main()
+    finally:
+        leave(code)
+    sys.exit(code)

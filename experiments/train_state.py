@@ -101,4 +101,7 @@ def start_epoch(state: TrainState) -> TrainState:
     Returns:
         The state to begin the next with.
     """
-    return state._replace(loss_sum=jnp.array(0, jnp.float32), applied_steps=jnp.array(0, jnp.int32))
+    # Zeros like the former sums are where those are.
+    return state._replace(
+        loss_sum=jnp.zeros_like(state.loss_sum), applied_steps=jnp.zeros_like(state.applied_steps)
+    )

@@ -115,6 +115,8 @@ def make_train_step(
     augmentation: Augmentation,
     *,
     label_smoothing: float = 0.0,
+    state_shardings: Any = None,
+    batch_sharding: Any = None,
 ) -> TrainStep:
     """Makes the jitted training step.
 
@@ -124,6 +126,9 @@ def make_train_step(
         policy: dtypes of params, activations and outputs.
         augmentation: what happens to the images.
         label_smoothing: see `losses.cross_entropy`.
+        state_shardings: where the new state lives, a tree of shardings; None for JAX's choice.
+        batch_sharding: how the batch is split over devices; None where it is not. Means over the
+            batch, those of the norm layers too, are over all of it either way.
 
     Returns:
         `train_step(state, key, images, labels, indices) -> state`. `state` is donated. `images`
@@ -132,11 +137,15 @@ def make_train_step(
     """
     batch_loss = make_loss_fn(graphdef, policy, label_smoothing)
 
-    @partial(jax.jit, donate_argnums=0)
+    options = {} if state_shardings is None else {"out_shardings": state_shardings}
+
+    @partial(jax.jit, donate_argnums=0, **options)
     def train_step(
         state: TrainState, key: jax.Array, images: jax.Array, labels: jax.Array, indices: jax.Array
     ) -> TrainState:
         batch = make_batch(key, state.step, images, labels, indices, policy, augmentation)
+        if batch_sharding is not None:
+            batch = jax.lax.with_sharding_constraint(batch, batch_sharding)
 
         def loss_fn(params: Any) -> tuple[jax.Array, Any]:
             loss, batch_stats = batch_loss(params, state.batch_stats, *batch)

@@ -10,6 +10,7 @@ import jax
 from experiments.config import TrainConfig
 from experiments.inputs.batches import Batches
 from experiments.optimizer import make_optimizer, make_policy
+from experiments.parallel.placement import Placement
 from experiments.reporting import Reporter
 from experiments.resnet import init_resnet
 from experiments.tracking.memory import memory_kind, step_memory_bytes
@@ -46,12 +47,15 @@ class Setup:
         return state
 
 
-def set_up(config: TrainConfig, batches: Batches, reporter: Reporter) -> Setup:
+def set_up(
+    config: TrainConfig, batches: Batches, reporter: Reporter, placement: Placement
+) -> Setup:
     """Makes the model and the optimizer and compiles the step.
 
     Args:
         config: the run.
         batches: the image set.
+        placement: where the state lives.
         reporter: where to say how it goes.
 
     Returns:
@@ -61,7 +65,8 @@ def set_up(config: TrainConfig, batches: Batches, reporter: Reporter) -> Setup:
     policy = make_policy(config)
     tx = make_optimizer(config, batches.steps_per_epoch)
     device = jax.devices()[0].device_kind
-    reporter.line(f"{config.model_name} of width {config.width}, {config.precision}, on {device}")
+    devices = device if placement.num_devices == 1 else f"{placement.num_devices} x {device}"
+    reporter.line(f"{config.model_name} of width {config.width}, {config.precision}, on {devices}")
     compile_start = time.perf_counter()
     # The rbg generator compiles in a third of threefry's time.
     init_key, step_key = jax.random.split(jax.random.key(config.seed, impl="rbg"))
@@ -76,14 +81,24 @@ def set_up(config: TrainConfig, batches: Batches, reporter: Reporter) -> Setup:
         dtype=policy.compute_dtype,
     )
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params_f32))
-    init_state = jax.jit(init_train_state, static_argnums=(2, 3))
-    state = init_state(params_f32, batch_stats, tx, policy)
+    params_f32, batch_stats = placement.everywhere((params_f32, batch_stats))
+    init = partial(init_train_state, tx=tx, policy=policy)
+    shardings = placement.state_shardings(jax.eval_shape(init, params_f32, batch_stats))
+    options = {} if shardings is None else {"out_shardings": shardings}
+    state = jax.jit(init, **options)(params_f32, batch_stats)
     del params_f32, batch_stats
+    step_key = placement.everywhere(step_key)
 
     # The step is compiled ahead of its first call, so that no epoch's time contains it.
     augmentation = batches.augmentation
     train_step = make_train_step(
-        graphdef, tx, policy, augmentation, label_smoothing=config.label_smoothing
+        graphdef,
+        tx,
+        policy,
+        augmentation,
+        label_smoothing=config.label_smoothing,
+        state_shardings=shardings,
+        batch_sharding=placement.batch_sharding,
     )
     train_step = train_step.lower(state, step_key, *batches.train_spec).compile()
     compile_seconds = time.perf_counter() - compile_start
@@ -102,6 +117,7 @@ def set_up(config: TrainConfig, batches: Batches, reporter: Reporter) -> Setup:
             "num_train": batches.num_train,
             "steps_per_epoch": batches.steps_per_epoch,
             "device": device,
+            "num_devices": placement.num_devices,
             "compile_seconds": compile_seconds,
             "memory_kind": memory_kind(),
             "step_memory_bytes": step_memory_bytes(train_step),

@@ -6,14 +6,12 @@ itself and 0, 1, 2 and so on where it is streamed.
 """
 
 import abc
-import os
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments.augment import Augmentation
 from experiments.config import TrainConfig
@@ -23,9 +21,10 @@ from experiments.inputs.data import Statistics
 from experiments.inputs.datasets.prepared import PreparedSet, find_set
 from experiments.inputs.order import padded_batches, train_order
 from experiments.inputs.records import Records
+from experiments.parallel.placement import ONE_DEVICE, Placement
 
 TrainBatch = tuple[jax.Array, jax.Array, Any]  # images, labels, indices
-TestBatch = tuple[jax.Array, jax.Array, Any, np.ndarray]  # and a mask
+TestBatch = tuple[jax.Array, jax.Array, Any, Any]  # and a mask
 
 RESIDENT_SHARE = 0.25
 """Share of the memory that a set may take to be held on the device; see `fits_device`."""
@@ -41,6 +40,7 @@ class Batches(abc.ABC):
         prepared: the set.
         config: the run.
         statistics: what images are normalised with.
+        placement: where arrays live.
 
     Attributes:
         num_train: examples of the training split.
@@ -54,8 +54,15 @@ class Batches(abc.ABC):
     is_streamed: ClassVar[bool]
     """Whether batches come from a stream."""
 
-    def __init__(self, prepared: PreparedSet, config: TrainConfig, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        prepared: PreparedSet,
+        config: TrainConfig,
+        statistics: Statistics,
+        placement: Placement = ONE_DEVICE,
+    ) -> None:
         """Takes down the facts."""
+        self.placement = placement
         self.num_train, self.num_test = prepared.num_train, prepared.num_test
         self.num_classes = prepared.num_classes
         self.image_shape = (config.image_size, config.image_size, prepared.channels)
@@ -69,10 +76,11 @@ class Batches(abc.ABC):
     def train_spec(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of a training batch, to compile the step with."""
         count = self.batch_size if self.is_streamed else self.num_train
+        spec = self.placement.spec
         return (
-            jax.ShapeDtypeStruct((count, *self.image_shape), jnp.uint8),
-            jax.ShapeDtypeStruct((count,), jnp.int32),
-            jax.ShapeDtypeStruct((self.batch_size,), jnp.int32),
+            spec((count, *self.image_shape), jnp.uint8, is_split=self.is_streamed),
+            spec((count,), jnp.int32, is_split=self.is_streamed),
+            spec((self.batch_size,), jnp.int32, is_split=not self.is_streamed),
         )
 
     @abc.abstractmethod
@@ -123,31 +131,42 @@ class ResidentBatches(Batches):
         prepared: the set.
         config: the run.
         splits: the training and the test split, on the host.
+        placement: where arrays live. Every device has the whole set, and gathers its own part of
+            each batch from it.
     """
 
     is_streamed = False
 
     def __init__(
-        self, prepared: PreparedSet, config: TrainConfig, splits: tuple[data.Split, data.Split]
+        self,
+        prepared: PreparedSet,
+        config: TrainConfig,
+        splits: tuple[data.Split, data.Split],
+        placement: Placement = ONE_DEVICE,
     ) -> None:
         """Puts the set on the device."""
         sample = splits[0].images[data.statistics_indices(prepared.num_train)]
-        super().__init__(prepared, config, data.mean_and_std(sample))
-        self._train, self._test = jax.device_put(splits)
+        super().__init__(prepared, config, data.mean_and_std(sample), placement)
+        self._train, self._test = placement.everywhere(splits)
 
     def train_batches(self, epoch: int, first_batch: int = 0) -> Iterator[TrainBatch]:
         """See :meth:`Batches.train_batches`."""
         order = train_order(self.seed, epoch, self.num_train, self.batch_size)
-        return ((*self._train, indices) for indices in order[first_batch:])
+        split = self.placement.split
+        return ((*self._train, split(indices)) for indices in order[first_batch:])
 
     def test_batches(self) -> Iterator[TestBatch]:
         """See :meth:`Batches.test_batches`."""
         batches = padded_batches(self.num_test, self.batch_size)
-        return ((*self._test, indices, is_example) for indices, is_example in batches)
+        split = self.placement.split
+        return ((*self._test, split(indices), split(mask)) for indices, mask in batches)
 
 
 def open_batches(
-    config: TrainConfig, *, report: Callable[[str], None] = lambda message: None
+    config: TrainConfig,
+    placement: Placement = ONE_DEVICE,
+    *,
+    report: Callable[[str], None] = lambda message: None,
 ) -> Batches:
     """Opens the image set of a run, preparing it first where it must be.
 
@@ -156,6 +175,7 @@ def open_batches(
 
     Args:
         config: the run.
+        placement: where arrays live.
         report: called with a line on what is being done, when it takes time.
 
     Returns:
@@ -175,24 +195,27 @@ def open_batches(
         Records(str(prepared.folder), split, prepared.channels, config.image_size, share)
         for split in ("train", prepared.test_split)
     ]
-    if is_resident(prepared, config):
+    if is_resident(prepared, config, placement):
         train, test = (
             data.load_split(prepared, records, data_dir, report=report) for records in splits
         )
-        return ResidentBatches(prepared, config, (train, test))
+        return ResidentBatches(prepared, config, (train, test), placement)
     # Imported here, as only a stream needs grain.
     from experiments.inputs.streaming import StreamedBatches
 
     statistics = data.read_statistics(prepared, splits[0], data_dir, report=report)
-    return StreamedBatches(prepared, config, (splits[0], splits[1]), statistics)
+    return StreamedBatches(prepared, config, (splits[0], splits[1]), statistics, placement)
 
 
-def is_resident(prepared: PreparedSet, config: TrainConfig) -> bool:
+def is_resident(
+    prepared: PreparedSet, config: TrainConfig, placement: Placement = ONE_DEVICE
+) -> bool:
     """Decides whether a set is held on the device.
 
     Args:
         prepared: the set.
         config: the run.
+        placement: where arrays live.
 
     Returns:
         Whether it is, rather than streamed.
@@ -201,19 +224,18 @@ def is_resident(prepared: PreparedSet, config: TrainConfig) -> bool:
         return config.input == "resident"
     pixels = config.image_size**2 * prepared.channels
     num_bytes = (prepared.num_train + prepared.num_test) * pixels
-    return not config.random_resized_crop and fits_device(num_bytes)
+    return not config.random_resized_crop and fits_device(num_bytes, placement)
 
 
-def fits_device(num_bytes: int) -> bool:
+def fits_device(num_bytes: int, placement: Placement = ONE_DEVICE) -> bool:
     """Decides whether a decoded set can be held on the device.
 
     Args:
         num_bytes: size of both splits' images, resized, as bytes.
+        placement: where arrays live.
 
     Returns:
         Whether that is at most `RESIDENT_SHARE` of the device's memory and of this machine's. The
         rest is for params, activations, and a copy of the set while it is decoded.
     """
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    device_bytes = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", host_bytes)
-    return num_bytes <= RESIDENT_SHARE * min(host_bytes, device_bytes)
+    return num_bytes <= RESIDENT_SHARE * placement.memory_bytes()

@@ -41,6 +41,7 @@ class TrainSource:
         batch_size: examples in a batch.
         seed: the run's seed.
         random_resized_crop: whether images are cropped at random.
+        positions: which examples of each batch are read; None for all.
     """
 
     records: Records
@@ -48,6 +49,7 @@ class TrainSource:
     batch_size: int
     seed: int
     random_resized_crop: bool
+    positions: range | None = None
 
     @property
     def batches_per_pass(self) -> int:
@@ -66,8 +68,11 @@ class TrainSource:
         epoch, batch = divmod(number, self.batches_per_pass)
         epoch += 1
         order = _train_order(self.seed, epoch, self.num_examples, self.batch_size)
-        rngs = crop_generators(self.seed, epoch, batch, self.batch_size)
-        return self.records.read(order[batch], rngs if self.random_resized_crop else None)
+        positions = range(self.batch_size) if self.positions is None else self.positions
+        rngs = crop_generators(self.seed, epoch, batch, self.batch_size, positions)
+        return self.records.read(
+            order[batch][positions], rngs if self.random_resized_crop else None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,7 @@ class TestSource:
         records: the test split.
         num_examples: examples in it.
         batch_size: examples in a batch.
+        positions: which examples of each batch are read; None for all.
     """
 
     __test__ = False  # not a test for pytest
@@ -85,6 +91,7 @@ class TestSource:
     records: Records
     num_examples: int
     batch_size: int
+    positions: range | None = None
 
     @property
     def batches_per_pass(self) -> int:
@@ -101,7 +108,8 @@ class TestSource:
             Images and labels.
         """
         order = _test_order(self.num_examples, self.batch_size)
-        return self.records.read(order[number % self.batches_per_pass])
+        indices = order[number % self.batches_per_pass]
+        return self.records.read(indices if self.positions is None else indices[self.positions])
 
 
 # An epoch's order is used for each of its batches.

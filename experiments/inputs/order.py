@@ -1,6 +1,6 @@
 """Which examples make which batch: a function of seed, epoch and position, and nothing else."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def train_order(seed: int, epoch: int, num_examples: int, batch_size: int) -> np
 
 
 def crop_generators(
-    seed: int, epoch: int, batch: int, batch_size: int
+    seed: int, epoch: int, batch: int, batch_size: int, positions: Iterable[int] | None = None
 ) -> Iterator[np.random.Generator]:
     """Makes a random generator for each example of a batch.
 
@@ -32,14 +32,15 @@ def crop_generators(
         epoch: from 1.
         batch: the batch's number in the epoch, from 0.
         batch_size: examples in a batch.
+        positions: which examples of the batch; None for all.
 
     Yields:
         Generators, each a function of seed, epoch and the example's position in the epoch.
     """
     # From 1, as (seed, epoch, 0) would be the generator of the epoch's order: numpy pads with 0.
     first = 1 + batch * batch_size
-    for position in range(first, first + batch_size):
-        yield np.random.default_rng((seed, epoch, position))
+    for position in range(batch_size) if positions is None else positions:
+        yield np.random.default_rng((seed, epoch, first + position))
 
 
 def padded_batches(num_examples: int, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from experiments.errors import UserError
+from experiments.parallel.group import ALONE, Group
 from experiments.tracking.integrity import (
     DamagedError,
     check_leaves,
@@ -48,14 +49,17 @@ class Checkpointer:
     Args:
         path: directory for the checkpoints, made where it is missing.
         keep: how many of the newest to keep.
+        group: the processes, which share the directory. All write, each what its devices hold;
+            each reads on its own, the whole state.
 
     Raises:
         UserError: where the directory cannot be written.
     """
 
-    def __init__(self, path: Path, *, keep: int) -> None:
+    def __init__(self, path: Path, *, keep: int, group: Group = ALONE) -> None:
         """Opens the directory and removes what a killed process left half written."""
         self.path = path.absolute()
+        self._group = group
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(keep),
@@ -177,6 +181,8 @@ class Checkpointer:
                 where the checkpoint is not of this run.
             report: called with a line for each damaged checkpoint.
 
+        Of several processes all have to call this.
+
         Returns:
             The checkpoint, or None where there is none.
 
@@ -185,18 +191,22 @@ class Checkpointer:
         """
         damaged = []
         for step in reversed(self.steps()):
-            try:
-                metadata = self.read_metadata(step)
-                check(metadata)
-                check_leaves(step, metadata["leaves"], template)
-                state = self._restore(step, metadata["leaves"], template)
-            except DamagedError as error:
+            restored = None
+            with self._group.all_or_none():
+                try:
+                    metadata = self.read_metadata(step)
+                    check(metadata)
+                    check_leaves(step, metadata["leaves"], template)
+                    state = self._restore(step, metadata["leaves"], template)
+                    restored = Restored(step, state, metadata)
+                except DamagedError as error:
+                    report(f"{error}; passed over")
+            if not all(self._group.gather(restored is not None)):
                 damaged.append(step)
-                report(f"{error}; passed over")
                 continue
             self._set_aside(damaged)
             self._newest_complete = step
-            return Restored(step, state, metadata)
+            return restored
         if damaged:
             raise UserError(
                 f"All checkpoints in {self.path} are damaged: steps "
@@ -215,16 +225,40 @@ class Checkpointer:
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            with self._reader() as reader:
+                return reader.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # Whatever a damaged file makes of a reader.
             reason = _first_line(error)
         raise DamagedError(step, reason)
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[ocp.CheckpointManager]:
+        """Opens the directory for this process alone, where there are others.
+
+        Reading together would leave the others waiting where one meets a damaged file.
+        """
+        if self._group.is_alone:
+            yield self._manager
+            return
+        index = self._group.index
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"alone{index}"
+        )
+        options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=alone)
+        with ocp.CheckpointManager(self.path, options=options) as reader:
+            yield reader
 
     def _set_aside(self, steps: list[int]) -> None:
         """Renames damaged checkpoints, so that their steps can be saved again."""
         if not steps:
             return
         self._close_manager()
+        with self._group.all_or_none():
+            if self._group.is_main:
+                self._rename(steps)
+        self._manager = self._open()
+
+    def _rename(self, steps: list[int]) -> None:
         for step in steps:
             target = self.path.parent / "damaged" / str(step)
             target.parent.mkdir(exist_ok=True)
@@ -233,7 +267,6 @@ class Checkpointer:
                 number += 1
                 target = target.with_name(f"{step}-{number}")
             (self.path / str(step)).rename(target)
-        self._manager = self._open()
 
     @contextlib.contextmanager
     def _explained(self, step: int | None) -> Iterator[None]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from experiments.errors import UserError
+from experiments.parallel.placement import on_host
 
 _CHECKSUM = "crc32"
 
@@ -32,12 +33,12 @@ def describe_leaves(tree: Any) -> dict[str, list[Any]]:
     """Describes each leaf by what Orbax does not check.
 
     Args:
-        tree: a tree of arrays.
+        tree: a tree of arrays; where processes hold parts of them, all have to call this.
 
     Returns:
         Dtype, shape and CRC-32 of the bytes, by key path.
     """
-    leaves = jax.tree.flatten_with_path(jax.device_get(tree))[0]
+    leaves = jax.tree.flatten_with_path(jax.device_get(jax.tree.map(on_host, tree)))[0]
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): [
             str(leaf.dtype),

@@ -16,14 +16,16 @@ class Journal:
 
     Args:
         path: the file; it need not exist.
+        writes: False where another process writes it: then only reading does anything.
 
     Attributes:
         path: the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
         """Takes the path; nothing is written."""
         self.path = path
+        self._writes = writes
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Adds a line for each record, on disk when this returns.
@@ -34,7 +36,7 @@ class Journal:
         Raises:
             UserError: where the file cannot be written.
         """
-        if not records:
+        if not records or not self._writes:
             return
         try:
             with self.path.open("a") as file:
@@ -85,7 +87,8 @@ class Journal:
         Raises:
             UserError: where the file cannot be written.
         """
-        write_whole(self.path, "".join(_line(record) for record in records))
+        if self._writes:
+            write_whole(self.path, "".join(_line(record) for record in records))
 
     def cut_after(self, step: int) -> None:
         """Removes the records of later steps: a run that goes on writes them again.

@@ -7,7 +7,7 @@ import json
 import platform
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from experiments.config import TrainConfig, option_name
 from experiments.errors import UserError
@@ -25,6 +25,7 @@ FREE_OPTIONS = frozenset(
     {
         *("out", "data_dir", "resume", "checkpoint_every", "keep", "max_consecutive_skips"),
         *("epochs", "input", "loader_workers", "blocks"),
+        *("data_parallel", "shard_optimizer", "coordinator", "num_processes", "process_id"),
     }
 )
 """Options that change nothing of what a step computes, or its rounding alone: they may differ when
@@ -66,9 +67,11 @@ class RunDir:
 
     Args:
         path: the directory, made where it is missing.
+        writes: whether this process writes: of several that share the directory, one does.
 
     Attributes:
         path: the directory.
+        writes: whether this process writes.
         metrics: the journal of epochs.
         events: the journal of what happened between.
         checkpoints: directory of the checkpoints.
@@ -77,13 +80,20 @@ class RunDir:
         UserError: where it cannot be written, is in use, or holds files that are no run's.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
         """Makes or takes over the directory."""
         self.path = path
-        self.metrics = Journal(path / METRICS_FILE)
-        self.events = Journal(path / EVENTS_FILE)
+        self.writes = writes
+        self.metrics = Journal(path / METRICS_FILE, writes=writes)
+        self.events = Journal(path / EVENTS_FILE, writes=writes)
         self.checkpoints = path / CHECKPOINTS
         self.tensorboard = path / TENSORBOARD
+        self._lock: IO[str] | None = None
+        if writes:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        path = self.path
         try:
             path.mkdir(parents=True, exist_ok=True)
             names = {entry.name for entry in path.iterdir()}
@@ -113,7 +123,8 @@ class RunDir:
 
     def close(self) -> None:
         """Lets other processes use the directory."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def saved_config(self) -> dict[str, Any] | None:
         """Returns what config.json holds, or None where there is none.
@@ -152,6 +163,8 @@ class RunDir:
         Returns:
             Where the files of an earlier run went, or None where there was nothing to keep.
         """
+        if not self.writes:
+            return None
         moved_to = self._move_earlier_run()
         self.metrics.rewrite(())
         self.events.rewrite(())
@@ -167,6 +180,8 @@ class RunDir:
         Raises:
             UserError: where it cannot be written.
         """
+        if not self.writes:
+            return
         content = {
             **config_values(config),
             **facts,

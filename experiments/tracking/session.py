@@ -9,7 +9,9 @@ import jax
 
 from experiments.config import TrainConfig
 from experiments.errors import UserError
-from experiments.interruption import Interrupted, Interruption
+from experiments.interruption import Interrupted
+from experiments.parallel.group import Group, LostProcessError
+from experiments.parallel.placement import Placement
 from experiments.reporting import Reporter
 from experiments.stall import Diagnose, StalledError, check_progress
 from experiments.steps import Progress, StepReader, events
@@ -28,6 +30,9 @@ class Session:
         run_dir: the run's directory.
         config: the run.
         reporter: where to say how it goes.
+        placement: where the state lives.
+        group: the processes. All keep the same session, and only process 0 writes more than its
+            part of the checkpoints.
 
     Attributes:
         epochs_done: epochs that metrics.jsonl has.
@@ -36,8 +41,17 @@ class Session:
 
     progress: Progress
 
-    def __init__(self, run_dir: RunDir, config: TrainConfig, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: TrainConfig,
+        reporter: Reporter,
+        placement: Placement,
+        group: Group,
+    ) -> None:
         """Takes the directory; :meth:`begin` looks into it."""
+        self._placement = placement
+        self._group = group
         self.epochs_done = 0
         self._run_dir = run_dir
         self._config = config
@@ -66,7 +80,8 @@ class Session:
                 if self._tensorboard is not None:
                     self._tensorboard.close()
             finally:
-                if self._checkpointer is not None:
+                # The last checkpoint cannot come to its end without a process that is lost.
+                if self._checkpointer is not None and not isinstance(error, LostProcessError):
                     self._checkpointer.close()
 
     def begin(
@@ -101,13 +116,16 @@ class Session:
             run_dir.events.append({"event": "resume", "step": first_step})
             self._reporter.line(f"resumed after step {first_step}")
         else:
-            moved_to = run_dir.start()
+            with self._group.all_or_none():
+                moved_to = run_dir.start()
             if moved_to:
                 self._reporter.line(f"moved the earlier run to {moved_to}")
-            self._checkpointer = Checkpointer(run_dir.checkpoints, keep=self._config.keep)
+            self._checkpointer = self._open_checkpoints()
         run_dir.write_config(self._config, **facts)
         self._tensorboard = TensorBoardWriter(
-            run_dir.tensorboard, purge_step=None if restored is None else first_step + 1
+            run_dir.tensorboard,
+            purge_step=None if restored is None else first_step + 1,
+            writes=run_dir.writes,
         )
         self._reader = StepReader(state)
         self.progress = self._reader.read(state)
@@ -118,9 +136,10 @@ class Session:
         return state, step_key
 
     def _restore(self, state: TrainState, step_key: jax.Array) -> Any:
-        checkpointer = Checkpointer(self._run_dir.checkpoints, keep=self._config.keep)
+        checkpointer = self._open_checkpoints()
+        wanted = _saved(state, step_key)
         restored = checkpointer.restore_newest(
-            _saved(state, step_key),
+            self._placement.template(wanted),
             lambda saved: check_same_run(saved["config"], self._config, "the checkpoint"),
             self._reporter.line,
         )
@@ -128,9 +147,12 @@ class Session:
             checkpointer.close()
             if self._run_dir.saved_config() is not None:
                 self._reporter.line(f"no checkpoint in {self._run_dir.path}: starting anew")
-        else:
-            self._checkpointer = checkpointer
-        return restored
+            return None
+        self._checkpointer = checkpointer
+        return restored._replace(state=self._placement.place_like(restored.state, wanted))
+
+    def _open_checkpoints(self) -> Checkpointer:
+        return Checkpointer(self._run_dir.checkpoints, keep=self._config.keep, group=self._group)
 
     def seconds(self) -> float:
         """Returns the seconds that the run has taken, without the time that it was stopped."""
@@ -231,21 +253,21 @@ class Session:
         self._reporter.end_epoch(record)
         self.save(state, step_key, record.step, test_accuracy=record.test_accuracy)
 
-    def stop(self, interruption: Interruption, step: int) -> NoReturn:
+    def stop(self, signal_number: int, step: int) -> NoReturn:
         """Waits for the last checkpoint and ends the run where it is.
 
         Args:
-            interruption: holds the signal.
+            signal_number: the signal.
             step: the steps taken, all of them saved.
 
         Raises:
             Interrupted: says how to go on.
             UserError: where the checkpoint could not be written.
         """
-        assert self._checkpointer is not None and interruption.requested is not None
+        assert self._checkpointer is not None
         self._checkpointer.wait()
         error = Interrupted(
-            interruption.requested,
+            signal_number,
             f"step {step} is saved in {self._run_dir.path}. Go on with --resume.",
         )
         self._run_dir.events.append({"event": "stop", "step": step, "reason": str(error)})

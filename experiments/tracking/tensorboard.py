@@ -32,15 +32,19 @@ class TensorBoardWriter:
     Args:
         path: directory of the run's event files, made where it is missing.
         purge_step: the first step that is replaced; None for a run that starts.
+        writes: False where another process writes the file: then nothing happens.
 
     Raises:
         UserError: where the directory cannot be written.
     """
 
-    def __init__(self, path: Path, *, purge_step: int | None = None) -> None:
+    def __init__(self, path: Path, *, purge_step: int | None = None, writes: bool = True) -> None:
         """Opens a file that sorts after those of earlier processes."""
         self._scale: tuple[int, float] | None = None
         self._path = path
+        self._writer: RecordWriter | None = None
+        if not writes:
+            return
         try:
             path.mkdir(parents=True, exist_ok=True)
             # TensorBoard reads files in the order of their names.
@@ -98,6 +102,8 @@ class TensorBoardWriter:
         Raises:
             UserError: where it cannot be written.
         """
+        if self._writer is None:
+            return
         try:
             self._writer.flush()
         except OSError as error:
@@ -110,7 +116,8 @@ class TensorBoardWriter:
             UserError: where it cannot be written.
         """
         self.flush()
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def _scalar(self, tag: str, step: int, value: float) -> None:
         if not math.isfinite(value):
@@ -120,6 +127,8 @@ class TensorBoardWriter:
         self._write(event_pb2.Event(step=step, summary=summary))  # pyright: ignore
 
     def _write(self, event: event_pb2.Event) -> None:  # pyright: ignore
+        if self._writer is None:
+            return
         event.wall_time = time.time()
         try:
             self._writer.write(event.SerializeToString())
