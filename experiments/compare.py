@@ -16,7 +16,8 @@ from experiments.comparison.processes import TrainingProcesses
 from experiments.comparison.run_record import RunRecord, check_same_settings, read_run
 from experiments.config import Precision, Preset
 from experiments.errors import UsageError, UserError
-from experiments.tracking.run_dir import LOCK_FILE, config_values
+from experiments.tracking.identity import config_values
+from experiments.tracking.run_dir import LOCK_FILE
 
 PROGRAM = "python -m experiments.compare"
 TRAIN_COMMAND = (sys.executable, "-m", "experiments.train")

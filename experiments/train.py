@@ -14,7 +14,8 @@ from experiments.errors import UserError
 from experiments.interruption import Interruption
 from experiments.parallel.group import ALONE, Group, joined, leave
 from experiments.reporting import Reporter
-from experiments.tracking.run_dir import EpochRecord, RunDir, check_same_run
+from experiments.tracking.identity import check_same_run
+from experiments.tracking.run_dir import EpochRecord, RunDir
 
 
 def train(
@@ -52,7 +53,7 @@ def train(
     # Imported here, as it takes seconds and wrong arguments should show before.
     from experiments.evaluate import evaluate
     from experiments.inputs.batches import open_batches
-    from experiments.parallel.placement import make_placement
+    from experiments.parallel.mesh import make_placement
     from experiments.stall import diagnose_step
     from experiments.tracking.memory import peak_memory_bytes
     from experiments.tracking.session import Session

@@ -9,13 +9,9 @@ from typing import Any, NamedTuple, get_args
 
 from experiments.config import Precision
 from experiments.errors import UserError
+from experiments.tracking.identity import differing_options
 from experiments.tracking.journal import Journal
-from experiments.tracking.run_dir import (
-    CONFIG_FILE,
-    EVENTS_FILE,
-    METRICS_FILE,
-    differing_options,
-)
+from experiments.tracking.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 
 OWN_OPTIONS = frozenset(
     {"precision", "seed", "out", "data_dir", "resume", "checkpoint_every", "keep"}
@@ -155,7 +151,7 @@ def check_same_settings(run: RunRecord, expected: Mapping[str, Any], where: str)
 
     Args:
         run: the run.
-        expected: from `run_dir.config_values`, or another run's `config`.
+        expected: from `identity.config_values`, or another run's `config`.
         where: what `expected` belongs to, for the message.
 
     Raises:

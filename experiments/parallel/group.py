@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from experiments.config import TrainConfig, option_name
 from experiments.errors import UserError
-from experiments.tracking.run_dir import config_values
+from experiments.tracking.identity import config_values
 
 CONNECT_SECONDS = 300
 """How long a process waits for the others at its start."""
@@ -109,11 +109,11 @@ class Group:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            reason = str(error).strip().split("\n", 1)[0][:200]
+            reason = str(error).strip().split("\n", 1)[0][:120]
             raise LostProcessError(
                 f"Process {self.index} of {self.count} has lost another process, which ended or "
-                f"cannot be reached ({reason}). See what that one says; start all of them again "
-                "with --resume."
+                "cannot be reached. See what that one says; start all of them again with "
+                f"--resume. ({reason})"
             ) from error
 
 

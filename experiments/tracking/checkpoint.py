@@ -19,6 +19,7 @@ from experiments.tracking.integrity import (
     seal,
 )
 from experiments.tracking.quiet import Quiet
+from experiments.tracking.reading import opened_alone, set_aside
 
 PyTree = Any
 
@@ -225,28 +226,11 @@ class Checkpointer:
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
-            with self._reader() as reader:
+            with opened_alone(self.path, self._manager, self._group) as reader:
                 return reader.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # Whatever a damaged file makes of a reader.
             reason = _first_line(error)
         raise DamagedError(step, reason)
-
-    @contextlib.contextmanager
-    def _reader(self) -> Iterator[ocp.CheckpointManager]:
-        """Opens the directory for this process alone, where there are others.
-
-        Reading together would leave the others waiting where one meets a damaged file.
-        """
-        if self._group.is_alone:
-            yield self._manager
-            return
-        index = self._group.index
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"alone{index}"
-        )
-        options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=alone)
-        with ocp.CheckpointManager(self.path, options=options) as reader:
-            yield reader
 
     def _set_aside(self, steps: list[int]) -> None:
         """Renames damaged checkpoints, so that their steps can be saved again."""
@@ -255,18 +239,8 @@ class Checkpointer:
         self._close_manager()
         with self._group.all_or_none():
             if self._group.is_main:
-                self._rename(steps)
+                set_aside(self.path, steps)
         self._manager = self._open()
-
-    def _rename(self, steps: list[int]) -> None:
-        for step in steps:
-            target = self.path.parent / "damaged" / str(step)
-            target.parent.mkdir(exist_ok=True)
-            number = 1
-            while target.exists():
-                number += 1
-                target = target.with_name(f"{step}-{number}")
-            (self.path / str(step)).rename(target)
 
     @contextlib.contextmanager
     def _explained(self, step: int | None) -> Iterator[None]:
@@ -275,6 +249,8 @@ class Checkpointer:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             self._failed = True
+            if isinstance(error, jax.errors.JaxRuntimeError) and not self._group.is_alone:
+                raise  # A process is lost, which `Group.watched` tells.
             what = (
                 "The last checkpoint" if step is None else f"A checkpoint (step {step} or before)"
             )

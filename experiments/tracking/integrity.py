@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from experiments.errors import UserError
-from experiments.parallel.placement import on_host
+from experiments.parallel.collect import on_host
 
 _CHECKSUM = "crc32"
 

@@ -5,12 +5,12 @@ import fcntl
 import importlib.metadata
 import json
 import platform
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from experiments.config import TrainConfig, option_name
+from experiments.config import TrainConfig
 from experiments.errors import UserError
+from experiments.tracking.identity import config_values
 from experiments.tracking.journal import Journal, write_whole
 
 CONFIG_FILE = "config.json"
@@ -20,16 +20,6 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 LOCK_FILE = ".lock"
 RUN_FILES = (CONFIG_FILE, METRICS_FILE, EVENTS_FILE, CHECKPOINTS, TENSORBOARD, "damaged")
-
-FREE_OPTIONS = frozenset(
-    {
-        *("out", "data_dir", "resume", "checkpoint_every", "keep", "max_consecutive_skips"),
-        *("epochs", "input", "loader_workers", "blocks"),
-        *("data_parallel", "shard_optimizer", "coordinator", "num_processes", "process_id"),
-    }
-)
-"""Options that change nothing of what a step computes, or its rounding alone: they may differ when
-a run is resumed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,57 +198,3 @@ class RunDir:
             if file.exists():
                 file.rename(target / file.name)
         return target
-
-
-def config_values(config: TrainConfig) -> dict[str, Any]:
-    """Returns a configuration as JSON has it.
-
-    Args:
-        config: the configuration.
-    """
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-
-def differing_options(
-    saved: Mapping[str, Any], wanted: Mapping[str, Any], free: Collection[str]
-) -> dict[str, tuple[Any, Any]]:
-    """Compares two configurations.
-
-    Args:
-        saved: from :func:`config_values`, with or without further entries.
-        wanted: likewise.
-        free: names of fields that may differ.
-
-    Returns:
-        Both values, by the option's name, where they differ.
-    """
-    return {
-        option_name(field.name): (saved.get(field.name), wanted.get(field.name))
-        for field in dataclasses.fields(TrainConfig)
-        if field.name not in free and saved.get(field.name) != wanted.get(field.name)
-    }
-
-
-def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: str) -> None:
-    """Compares the configuration of a run with the one it shall go on with.
-
-    Args:
-        saved: from :func:`config_values`, with or without further entries.
-        config: the new one.
-        where: what `saved` belongs to, for the message.
-
-    Raises:
-        UserError: names the options that differ.
-    """
-    differing = differing_options(saved, config_values(config), FREE_OPTIONS)
-    # A longer run is the same so far, unless the number of epochs shapes the learning rate.
-    if config.schedule != "constant" and saved.get("epochs") != config.epochs:
-        differing[option_name("epochs")] = (saved.get("epochs"), config.epochs)
-    if differing:
-        listed = "; ".join(
-            f"{option} was {former}, is {now}" for option, (former, now) in differing.items()
-        )
-        raise UserError(
-            f"--resume: {where} was made with other options: {listed}. Use the same ones, or "
-            "another --out."
-        )

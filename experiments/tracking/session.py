@@ -16,7 +16,8 @@ from experiments.reporting import Reporter
 from experiments.stall import Diagnose, StalledError, check_progress
 from experiments.steps import Progress, StepReader, events
 from experiments.tracking.checkpoint import Checkpointer
-from experiments.tracking.run_dir import EpochRecord, RunDir, check_same_run, config_values
+from experiments.tracking.identity import check_same_run, config_values
+from experiments.tracking.run_dir import EpochRecord, RunDir
 from experiments.tracking.tensorboard import TensorBoardWriter
 from experiments.train_state import TrainState
 
@@ -183,13 +184,7 @@ class Session:
         assert self._reader is not None and self._tensorboard is not None
         progress = self.progress = self._reader.read(state)
         self._run_dir.events.append(*events(progress.records))
-        for record in progress.records:
-            if record.applied:
-                self._tensorboard.loss(record.step, record.loss)
-            else:
-                self._tensorboard.skip(record.step)
-            if record.next_loss_scale != record.loss_scale:
-                self._tensorboard.loss_scale(record.step, record.next_loss_scale)
+        self._tensorboard.steps(progress.records)
         try:
             check_progress(progress, self._config, diagnose)
         except StalledError as error:

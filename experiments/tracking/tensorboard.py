@@ -2,12 +2,14 @@
 
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from tensorboardX import RecordWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 
 from experiments.errors import UserError
+from experiments.steps import StepRecord
 from experiments.tracking.run_dir import EpochRecord
 
 FILE_VERSION = "brain.Event:2"
@@ -65,6 +67,20 @@ class TensorBoardWriter:
         """
         for tag, name in EPOCH_TAGS.items():
             self._scalar(tag, record.step, getattr(record, name))
+
+    def steps(self, records: Iterable[StepRecord]) -> None:
+        """Adds the loss or the skip of each step, and the changes of the loss scale.
+
+        Args:
+            records: steps, in order.
+        """
+        for record in records:
+            if record.applied:
+                self.loss(record.step, record.loss)
+            else:
+                self.skip(record.step)
+            if record.next_loss_scale != record.loss_scale:
+                self.loss_scale(record.step, record.next_loss_scale)
 
     def loss(self, step: int, value: float) -> None:
         """Adds the loss of a step.

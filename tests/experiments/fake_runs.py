@@ -6,8 +6,8 @@ import math
 import random
 
 from experiments.presets import PRESETS
+from experiments.tracking.identity import config_values
 from experiments.tracking.journal import Journal
-from experiments.tracking.run_dir import config_values
 
 STEPS_PER_EPOCH = 22
 FACTS = {

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import image_sets
+import jax
 import numpy as np
 import pytest
 
@@ -289,7 +290,7 @@ def test_sets_go_to_the_device_while_they_take_a_quarter_of_its_memory(photos_di
         def memory_stats(self):
             return {"bytes_limit": 4000}
 
-    monkeypatch.setattr(batches_module.jax, "devices", lambda: [Device()])
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     assert fits_device(1000)
     assert not fits_device(1001)
     prepared = find_set("photos", photos_dir)  # 54 images

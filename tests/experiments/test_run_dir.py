@@ -8,7 +8,8 @@ import pytest
 
 from experiments.errors import UserError
 from experiments.presets import PRESETS
-from experiments.tracking.run_dir import EpochRecord, RunDir, check_same_run, config_values
+from experiments.tracking.identity import check_same_run, config_values
+from experiments.tracking.run_dir import EpochRecord, RunDir
 
 RECORD = EpochRecord(
     epoch=1,
