@@ -12,7 +12,8 @@ from experiments.cli import parse_config
 from experiments.config import TrainConfig
 from experiments.errors import UserError
 from experiments.interruption import Interruption
-from experiments.parallel.group import ALONE, Group, joined, leave
+from experiments.parallel.group import ALONE, Group
+from experiments.parallel.meeting import joined, leave
 from experiments.reporting import Reporter
 from experiments.tracking.identity import check_same_run
 from experiments.tracking.run_dir import EpochRecord, RunDir

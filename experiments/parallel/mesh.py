@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+import mpopt
 from experiments.config import TrainConfig
 from experiments.errors import UsageError
 from experiments.parallel.collect import on_host
 from experiments.parallel.group import Group
 from experiments.parallel.placement import ONE_DEVICE, Placement
-from experiments.parallel.zero import optimizer_shardings
 
 AXIS = "data"
 """Name of the mesh's only axis."""
@@ -88,7 +88,8 @@ class MeshPlacement(Placement):
         shardings = jax.tree.map(lambda _: self._everywhere, state)
         if not self._shards_optimizer:
             return shardings
-        return shardings._replace(opt_state=optimizer_shardings(state.opt_state, self._mesh, AXIS))
+        opt_state = mpopt.opt_state_sharding(state.opt_state, self._mesh, AXIS)
+        return shardings._replace(opt_state=opt_state)
 
     def template(self, tree: Any) -> Any:
         """See :meth:`Placement.template`."""
