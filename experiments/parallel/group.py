@@ -2,9 +2,15 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from experiments.errors import UserError
+
+_FAILED_COLLECTIVE = re.compile(
+    "(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): "
+)
+"""How XLA's runtime and JAX's coordination service begin what they say."""
 
 
 class LostProcessError(UserError):
@@ -84,17 +90,25 @@ class Group:
         if self.is_alone:
             yield
             return
-        import jax
-
         try:
             yield
-        except jax.errors.JaxRuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if not self.is_failed_collective(error):
+                raise
             reason = str(error).strip().split("\n", 1)[0][:120]
             raise LostProcessError(
                 f"Process {self.index} of {self.count} has lost another process, which ended or "
                 "cannot be reached. See what that one says; start all of them again with "
                 f"--resume. ({reason})"
             ) from error
+
+    def is_failed_collective(self, error: Exception) -> bool:
+        """Tells whether an error means that the processes could not exchange something.
+
+        Args:
+            error: a `JaxRuntimeError`, or a `ValueError` where NumPy waited for the result.
+        """
+        return not self.is_alone and _FAILED_COLLECTIVE.match(str(error)) is not None
 
 
 ALONE = Group()

@@ -249,7 +249,7 @@ class Checkpointer:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             self._failed = True
-            if isinstance(error, jax.errors.JaxRuntimeError) and not self._group.is_alone:
+            if self._group.is_failed_collective(error):
                 raise  # A process is lost, which `Group.watched` tells.
             what = (
                 "The last checkpoint" if step is None else f"A checkpoint (step {step} or before)"

@@ -10,7 +10,7 @@ import jax
 from experiments.config import TrainConfig
 from experiments.errors import UserError
 from experiments.interruption import Interrupted
-from experiments.parallel.group import Group, LostProcessError
+from experiments.parallel.group import Group
 from experiments.parallel.placement import Placement
 from experiments.reporting import Reporter
 from experiments.stall import Diagnose, StalledError, check_progress
@@ -81,8 +81,9 @@ class Session:
                 if self._tensorboard is not None:
                     self._tensorboard.close()
             finally:
-                # The last checkpoint cannot come to its end without a process that is lost.
-                if self._checkpointer is not None and not isinstance(error, LostProcessError):
+                # Where one process fails, the others do not come to wait with it.
+                is_shared = error is None or isinstance(error, StalledError | Interrupted)
+                if self._checkpointer is not None and (self._group.is_alone or is_shared):
                     self._checkpointer.close()
 
     def begin(

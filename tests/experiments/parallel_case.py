@@ -144,4 +144,4 @@ if __name__ == "__main__":
     )
     with joined(config) as group:
         seen = run(make_placement(config, group))
-    Path(out).write_bytes(pickle.dumps(seen))
+    Path(out).write_bytes(pickle.dumps(dataclasses.asdict(seen)))
