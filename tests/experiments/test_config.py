@@ -123,6 +123,36 @@ def test_values_out_of_range_are_named(option, value):
         TrainConfig(**{option: value})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard_optimizer": True}, "--shard-optimizer needs --data-parallel"),
+        ({"coordinator": "host:1"}, "--coordinator needs --data-parallel"),
+        ({"process_id": 0}, "--process-id needs --coordinator HOST:PORT"),
+        (
+            {"data_parallel": True, "coordinator": "auto", "num_processes": 2},
+            "--num-processes needs --coordinator HOST:PORT",
+        ),
+        ({"data_parallel": True, "coordinator": "host"}, "--coordinator must be HOST:PORT or auto"),
+        (
+            {"data_parallel": True, "coordinator": "host:1", "num_processes": 2},
+            "--coordinator host:1 needs --process-id too",
+        ),
+        (
+            dict(data_parallel=True, coordinator="host:1", num_processes=2, process_id=2),
+            "--process-id must be between 0 and 1, as --num-processes says, got 2",
+        ),
+        (
+            dict(data_parallel=True, coordinator="host:1", num_processes=0, process_id=0),
+            "--num-processes must be at least 1, got 0",
+        ),
+    ],
+)
+def test_options_of_several_devices_go_together(options, message):
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(**options)
+
+
 def test_random_crops_are_not_for_a_resident_set():
     with pytest.raises(UsageError, match="--input must be auto or streamed"):
         TrainConfig(random_resized_crop=True, input="resident")

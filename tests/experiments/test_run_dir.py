@@ -175,10 +175,33 @@ def test_another_preset_is_refused():
         check_same_run(config_values(PRESETS["fashion_mnist"]), DIGITS, "the run")
 
 
+def test_run_from_before_an_option_was_there_has_its_default():
+    saved = config_values(DIGITS)
+    del saved["nesterov"]
+    check_same_run(saved, DIGITS, "the run")
+    with pytest.raises(UserError, match="--nesterov was False, is True"):
+        check_same_run(saved, dataclasses.replace(DIGITS, nesterov=True), "the run")
+
+
+def test_directory_that_another_process_writes_is_only_read(tmp_path):
+    run_dir, _ = start(tmp_path)
+    run_dir.metrics.append(vars(RECORD))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    other = RunDir(tmp_path, writes=False)
+    assert other.start() is None
+    other.write_config(DIGITS)
+    other.metrics.append(vars(RECORD))
+    other.metrics.cut_after(0)
+    other.close()
+    assert len(other.metrics.read()) == 1
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_what_does_not_change_a_step_may_differ():
     saved = config_values(DIGITS)
     options = {"out": Path("x"), "resume": True, "keep": 9, "checkpoint_every": 3}
     options["blocks"] = "low_traffic"
+    options |= {"data_parallel": True, "shard_optimizer": True}
     check_same_run(saved, dataclasses.replace(DIGITS, **options), "the run")
     constant = dataclasses.replace(DIGITS, schedule="constant")
     longer = dataclasses.replace(constant, epochs=99)
