@@ -6,7 +6,9 @@ itself and 0, 1, 2 and so on where it is streamed.
 """
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 from experiments.augment import Augmentation
 from experiments.config import TrainConfig
 from experiments.errors import UserError
+from experiments.files import one_at_a_time
 from experiments.inputs import data
 from experiments.inputs.data import Statistics
 from experiments.inputs.datasets.prepared import PreparedSet, find_set
@@ -185,6 +188,14 @@ def open_batches(
         UserError: where the set cannot be had, is not complete or is smaller than a batch.
     """
     data_dir = config.data_dir or data.default_data_dir()
+    # Of several processes that share the directory, the first prepares the set for all.
+    with one_at_a_time(data_dir) if config.coordinator else contextlib.nullcontext():
+        return _open(config, placement, data_dir, report)
+
+
+def _open(
+    config: TrainConfig, placement: Placement, data_dir: Path, report: Callable[[str], None]
+) -> Batches:
     prepared = find_set(config.dataset_name, data_dir, report=report)
     if prepared.num_train < config.batch_size:
         raise UserError(
