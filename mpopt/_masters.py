@@ -245,7 +245,13 @@ def _stored_on_cpu(stepped: PyTree) -> PyTree:
     keep copies of what the first of them overwrites. XLA:GPU does all in one kernel a leaf, which
     a barrier would split.
     """
-    return lax.platform_dependent(stepped, cpu=lax.optimization_barrier, default=_identity)
+    return lax.platform_dependent(stepped, cpu=_barriers, default=_identity)
+
+
+def _barriers(tree: PyTree) -> PyTree:
+    # One a leaf: under `jax.shard_map` of jax 0.10 the results of one for all vary over the axes
+    # over which any of them does.
+    return jax.tree.map(lax.optimization_barrier, tree)
 
 
 def _identity(tree: PyTree) -> PyTree:

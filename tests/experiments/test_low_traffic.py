@@ -246,11 +246,14 @@ def test_a_scale_that_plain_blocks_take_does_not_overflow():
     assert not all(finite["low_traffic"])
 
 
-def on_eight_devices(blocks, dtype, scale):
+def on_eight_devices(dtype, scale):
     """Returns gradients and statistics of one batch, on one device and split over eight."""
-    _, params, stats = start(dtype, blocks, "imagenet")
-    params, batch = draw(6, params, dtype, side=SIDES["imagenet"])
-    grads = make_grads(dtype, blocks, "imagenet")
+    _, params, stats = start(dtype, "low_traffic", "imagenet")
+    drawn = jnp.float32 if dtype == jnp.float64 else dtype
+    params, batch = draw(6, params, drawn, side=SIDES["imagenet"])
+    if dtype == jnp.float64:
+        params, stats, batch = float64((params, stats, batch))
+    grads = make_grads(dtype, "low_traffic", "imagenet")
     one = grads(params, stats, batch, scale)
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     split = jax.device_put(batch, NamedSharding(mesh, P("data")))
@@ -259,11 +262,10 @@ def on_eight_devices(blocks, dtype, scale):
 
 
 def test_statistics_and_gradients_are_of_the_whole_batch_on_eight_devices():
-    (grads_one, stats_one), (grads, stats) = on_eight_devices(
-        "low_traffic", jnp.float32, jnp.float32(1)
-    )
-    assert max(errors(grads, grads_one).values()) < 1e-4
-    assert max(errors(stats, stats_one).values()) < 1e-5
+    # In float64, as in float32 another order of sums can flip a ReLU.
+    with jax.enable_x64(True):
+        for own, one in zip(*reversed(on_eight_devices(jnp.float64, 1.0)), strict=True):
+            assert max(errors(own, one).values()) < 1e-11
 
 
 @pytest.mark.slow
@@ -275,7 +277,7 @@ def test_eight_devices_are_as_near_float64_in_float16_as_one():
         params, batch = draw(6, params, jnp.float16, side=SIDES["imagenet"])
         arguments = float64((params, stats, batch))
         right, _ = make_grads(jnp.float64, "plain", "imagenet")(*arguments, 1.0)
-    one, eight = on_eight_devices("low_traffic", jnp.float16, jnp.float32(scale))
+    one, eight = on_eight_devices(jnp.float16, jnp.float32(scale))
     assert max(errors(eight[1], one[1]).values()) < 1e-3
     ratios = [
         errors(eight[0], right, scale)[name] / error
